@@ -1,0 +1,1 @@
+"""GenEval prompts: reading, validation and generation."""

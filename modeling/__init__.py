@@ -1,0 +1,1 @@
+"""Model definitions: the BAGEL mixture of transformers, its autoencoder and its diffusion steps."""

@@ -1,0 +1,1 @@
+"""BAGEL: one model definition for rollout and learner."""

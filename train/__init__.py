@@ -1,0 +1,1 @@
+"""Online-RL trainer: rollout, rewards, packing, losses, optimisation."""
