@@ -155,13 +155,18 @@ class Switches:
         return on and name in BUILT_FUSIONS and self.execution_on(device_type) != "eager"
 
 
+def process_environment() -> Mapping[str, str]:
+    """The environment of this process, for readers that take theirs as an argument."""
+    return os.environ
+
+
 def read_switches(environ: Mapping[str, str] | None = None) -> Switches:
     """Parses the R3_* variables of `environ` (the process's own environment by default).
 
     An empty value counts as unset. Raises ValueError for a name that is not in the table and for a
     value that is not allowed, naming what is.
     """
-    environ = os.environ if environ is None else environ
+    environ = process_environment() if environ is None else environ
     names = [switch.name for switch in SWITCH_TABLE]
     for name in sorted(environ):
         if name.startswith(PREFIX) and name not in names:
@@ -246,7 +251,8 @@ def _parse(switch: Switch, text: str) -> str | int | bool:
     elif switch.kind == "count":
         value = int(text) if text.isdecimal() and text.isascii() and int(text) >= 1 else None
     if value is None:
-        raise ValueError(f"{switch.name} is {text!r}, expected {_expected(switch)}")
+        flag = f"--{switch.name.lower()}"
+        raise ValueError(f"{switch.name} ({flag}) is {text!r}, expected {_expected(switch)}")
     return value
 
 

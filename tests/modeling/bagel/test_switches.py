@@ -61,7 +61,7 @@ def test_values_are_parsed():
 def test_unknown_value_is_refused_with_the_allowed_ones(name, value, allowed):
     with pytest.raises(ValueError) as error:
         read_switches({name: value})
-    assert str(error.value) == f"{name} is {value!r}, expected {allowed}"
+    assert str(error.value) == f"{name} (--{name.lower()}) is {value!r}, expected {allowed}"
 
 
 def test_unknown_name_is_refused_with_the_closest_known_one():
