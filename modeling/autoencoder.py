@@ -1,0 +1,328 @@
+"""The image autoencoder (FLUX format): pictures to latents at an eighth of the size, and back.
+
+Legend: B images, C channels, h and w pixels, z latent channels (16).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+FILE_NAME = "ae.safetensors"
+LATENT_SCALE = 0.3611
+LATENT_SHIFT = 0.1159
+NORM_GROUPS = 32
+NORM_EPS = 1e-6
+MAX_NAMES_SHOWN = 8
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class VaeConfig:
+    """Structure of an autoencoder; level i has `channels * channel_mults[i]` channels."""
+
+    channels: int
+    channel_mults: tuple[int, ...]
+    num_blocks: int
+    z_channels: int
+    image_channels: int
+
+    @classmethod
+    def from_shapes(cls, shapes: Mapping[str, Shape]) -> "VaeConfig":
+        """Derives the structure from the names and shapes of a checkpoint's tensors.
+
+        Raises ValueError for a missing tensor, or for widths that are no multiple of the first.
+        """
+        channels, image_channels = _conv_shape(shapes, "encoder.conv_in.weight")
+        _, z_channels = _conv_shape(shapes, "decoder.conv_in.weight")
+        first_convs = _numbered(shapes, "encoder.down.{}.block.0.conv1.weight")
+        widths = [_conv_shape(shapes, name)[0] for name in first_convs]
+        num_blocks = len(_numbered(shapes, "encoder.down.0.block.{}.conv1.weight"))
+        if channels % NORM_GROUPS or any(width % channels for width in widths) or not widths:
+            raise ValueError(
+                f"autoencoder levels of {widths} channels: expected multiples of the first "
+                f"layer's {channels}, and that of {NORM_GROUPS} (--model_path)"
+            )
+        mults = tuple(width // channels for width in widths)
+        return cls(channels, mults, num_blocks, z_channels, image_channels)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Channels of each level, full resolution first."""
+        return tuple(self.channels * mult for mult in self.channel_mults)
+
+
+def _conv_shape(shapes: Mapping[str, Shape], name: str) -> tuple[int, int]:
+    """Output and input channels of the convolution `name`."""
+    if name not in shapes or len(shapes[name]) != 4:
+        raise ValueError(
+            f"autoencoder tensor {name} is {shapes.get(name, 'missing')}, "
+            "expected a convolution (--model_path)"
+        )
+    return shapes[name][0], shapes[name][1]
+
+
+def _numbered(shapes: Mapping[str, Shape], pattern: str) -> list[str]:
+    """The names `pattern` yields for 0, 1, 2 ... as far as they exist."""
+    names = []
+    while (name := pattern.format(len(names))) in shapes:
+        names.append(name)
+    return names
+
+
+def _swish(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+def _norm(channels: int) -> nn.GroupNorm:
+    return nn.GroupNorm(NORM_GROUPS, channels, eps=NORM_EPS)
+
+
+def _conv3(channels_in: int, channels_out: int) -> nn.Conv2d:
+    return nn.Conv2d(channels_in, channels_out, kernel_size=3, padding=1)
+
+
+class ResBlock(nn.Module):
+    """Two normalised 3x3 convolutions and a shortcut, [B, C_in, h, w] -> [B, C_out, h, w]."""
+
+    def __init__(self, channels_in: int, channels_out: int) -> None:
+        super().__init__()
+        self.norm1 = _norm(channels_in)
+        self.conv1 = _conv3(channels_in, channels_out)
+        self.norm2 = _norm(channels_out)
+        self.conv2 = _conv3(channels_out, channels_out)
+        if channels_in != channels_out:
+            self.nin_shortcut = nn.Conv2d(channels_in, channels_out, kernel_size=1)
+        else:
+            self.nin_shortcut = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.conv1(_swish(self.norm1(x)))
+        hidden = self.conv2(_swish(self.norm2(hidden)))
+        return self.nin_shortcut(x) + hidden
+
+
+class AttnBlock(nn.Module):
+    """Single-head attention among all positions of an image, [B, C, h, w] -> the same."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = _norm(channels)
+        self.q = nn.Conv2d(channels, channels, kernel_size=1)
+        self.k = nn.Conv2d(channels, channels, kernel_size=1)
+        self.v = nn.Conv2d(channels, channels, kernel_size=1)
+        self.proj_out = nn.Conv2d(channels, channels, kernel_size=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(x)
+        # [B, C, h, w] -> [B, one head, h * w, C]
+        q, k, v = (
+            project(hidden).flatten(2).transpose(1, 2).unsqueeze(1).contiguous()
+            for project in (self.q, self.k, self.v)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        return x + self.proj_out(mixed.squeeze(1).transpose(1, 2).reshape(x.shape))
+
+
+class Middle(nn.Module):
+    """Residual block, attention, residual block at the lowest resolution."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.block_1 = ResBlock(channels, channels)
+        self.attn_1 = AttnBlock(channels)
+        self.block_2 = ResBlock(channels, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block_2(self.attn_1(self.block_1(x)))
+
+
+class Downsample(nn.Module):
+    """Halves height and width."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, kernel_size=3, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Padding is on the right and the bottom only, which Conv2d cannot express.
+        return self.conv(F.pad(x, (0, 1, 0, 1)))
+
+
+class Upsample(nn.Module):
+    """Doubles height and width."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = _conv3(channels, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+
+
+class Level(nn.Module):
+    """Residual blocks of one resolution; subclasses name the change of size that follows."""
+
+    def __init__(self, channels_in: int, channels_out: int, num_blocks: int) -> None:
+        super().__init__()
+        sizes = [channels_in] + [channels_out] * (num_blocks - 1)
+        self.block = nn.ModuleList(ResBlock(size, channels_out) for size in sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.block:
+            x = block(x)
+        return x
+
+
+class DownLevel(Level):
+    """Residual blocks, then half the size except at the last level."""
+
+    def __init__(self, channels_in: int, channels_out: int, num_blocks: int, is_last: bool) -> None:
+        super().__init__(channels_in, channels_out, num_blocks)
+        self.downsample = nn.Identity() if is_last else Downsample(channels_out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.downsample(super().forward(x))
+
+
+class UpLevel(Level):
+    """Residual blocks, then twice the size except at the last level."""
+
+    def __init__(self, channels_in: int, channels_out: int, num_blocks: int, is_last: bool) -> None:
+        super().__init__(channels_in, channels_out, num_blocks)
+        self.upsample = nn.Identity() if is_last else Upsample(channels_out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.upsample(super().forward(x))
+
+
+class Encoder(nn.Module):
+    """[B, 3, h, w] -> [B, 2 z, h/8, w/8]: means, then log-variances."""
+
+    def __init__(self, config: VaeConfig) -> None:
+        super().__init__()
+        widths, last = config.widths, len(config.widths) - 1
+        inputs = (config.channels, *widths[:-1])
+        self.conv_in = _conv3(config.image_channels, config.channels)
+        self.down = nn.ModuleList(
+            DownLevel(inputs[i], widths[i], config.num_blocks, is_last=i == last)
+            for i in range(len(widths))
+        )
+        self.mid = Middle(widths[-1])
+        self.norm_out = _norm(widths[-1])
+        self.conv_out = _conv3(widths[-1], 2 * config.z_channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv_in(x)
+        for level in self.down:
+            x = level(x)
+        return self.conv_out(_swish(self.norm_out(self.mid(x))))
+
+
+class Decoder(nn.Module):
+    """[B, z, h/8, w/8] -> [B, 3, h, w]. `up` counts from full resolution, so it runs backwards."""
+
+    def __init__(self, config: VaeConfig) -> None:
+        super().__init__()
+        widths = config.widths
+        inputs = (*widths[1:], widths[-1])
+        self.conv_in = _conv3(config.z_channels, widths[-1])
+        self.mid = Middle(widths[-1])
+        self.up = nn.ModuleList(
+            UpLevel(inputs[i], widths[i], config.num_blocks + 1, is_last=i == 0)
+            for i in range(len(widths))
+        )
+        self.norm_out = _norm(widths[0])
+        self.conv_out = _conv3(widths[0], config.image_channels)
+
+    def forward(self, z: Tensor) -> Tensor:
+        x = self.mid(self.conv_in(z))
+        for level in reversed(self.up):
+            x = level(x)
+        return self.conv_out(_swish(self.norm_out(x)))
+
+
+class AutoEncoder(nn.Module):
+    """Encoder and decoder around normalised latents, 0.3611 * (mean - 0.1159)."""
+
+    def __init__(self, config: VaeConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = Encoder(config)
+        self.decoder = Decoder(config)
+
+    @property
+    def downsample(self) -> int:
+        """Pixels along one side of a latent cell."""
+        return 2 ** (len(self.config.channel_mults) - 1)
+
+    def encode(self, image: Tensor) -> Tensor:
+        """Pictures [B, 3, h, w] in [-1, 1] -> latents [B, z, h/8, w/8]: the mean, nothing drawn.
+
+        Raises ValueError if a side is no multiple of `downsample`.
+        """
+        if image.shape[-2] % self.downsample or image.shape[-1] % self.downsample:
+            raise ValueError(
+                f"image of {image.shape[-1]} x {image.shape[-2]} pixels: "
+                f"the autoencoder needs multiples of {self.downsample}"
+            )
+        mean = self.encoder(image)[:, : self.config.z_channels]
+        return LATENT_SCALE * (mean - LATENT_SHIFT)
+
+    def decode(self, latent: Tensor) -> Tensor:
+        """Latents [B, z, h/8, w/8] -> pictures [B, 3, h, w] in about [-1, 1], not clamped."""
+        return self.decoder(latent / LATENT_SCALE + LATENT_SHIFT)
+
+
+def load_autoencoder(path: Path | str, device: torch.device | str) -> AutoEncoder:
+    """Loads a frozen fp32 autoencoder from a checkpoint folder, or from the file itself.
+
+    Raises ValueError naming missing, unexpected and misshapen tensors; sizes come from the
+    file's header, and nothing is allocated before it has been checked.
+    """
+    path = Path(path)
+    file = path / FILE_NAME if path.is_dir() else path
+    shapes = _read_shapes(file)
+    with torch.device("meta"):
+        model = AutoEncoder(VaeConfig.from_shapes(shapes))
+    _check_shapes({name: tuple(x.shape) for name, x in model.state_dict().items()}, shapes, file)
+    tensors = load_file(file, device=str(device))
+    model.load_state_dict({name: x.float() for name, x in tensors.items()}, assign=True)
+    return model.eval().requires_grad_(False)
+
+
+def _read_shapes(file: Path) -> dict[str, Shape]:
+    if not file.is_file():
+        raise ValueError(f"autoencoder {file} does not exist (--model_path)")
+    try:
+        with safe_open(file, framework="pt") as header:
+            names = header.keys()
+            return {name: tuple(header.get_slice(name).get_shape()) for name in names}
+    except SafetensorError as error:
+        raise ValueError(f"{file} is no safetensors file: {error} (--model_path)") from error
+
+
+def _check_shapes(wanted: dict[str, Shape], found: dict[str, Shape], file: Path) -> None:
+    misshapen = [
+        f"{name} {found[name]} instead of {shape}"
+        for name, shape in wanted.items()
+        if name in found and found[name] != shape
+    ]
+    faults = {
+        "missing": sorted(wanted.keys() - found.keys()),
+        "unexpected": sorted(found.keys() - wanted.keys()),
+        "misshapen": misshapen,
+    }
+    if any(faults.values()):
+        counts = "; ".join(
+            f"{len(names)} {fault}: {', '.join(names[:MAX_NAMES_SHOWN])}"
+            for fault, names in faults.items()
+            if names
+        )
+        raise ValueError(f"{file} is not the autoencoder it looks like (--model_path): {counts}")
