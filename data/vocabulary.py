@@ -1,0 +1,115 @@
+"""The words of GenEval: 80 COCO classes under GenEval's names, colours, tags and relations."""
+
+# COCO's own order, so that a detector's class index points here. GenEval renames three classes
+# (mouse, remote, keyboard) because the short names are ambiguous in a drawing prompt.
+CLASS_NAMES = (
+    "person",
+    "bicycle",
+    "car",
+    "motorcycle",
+    "airplane",
+    "bus",
+    "train",
+    "truck",
+    "boat",
+    "traffic light",
+    "fire hydrant",
+    "stop sign",
+    "parking meter",
+    "bench",
+    "bird",
+    "cat",
+    "dog",
+    "horse",
+    "sheep",
+    "cow",
+    "elephant",
+    "bear",
+    "zebra",
+    "giraffe",
+    "backpack",
+    "umbrella",
+    "handbag",
+    "tie",
+    "suitcase",
+    "frisbee",
+    "skis",
+    "snowboard",
+    "sports ball",
+    "kite",
+    "baseball bat",
+    "baseball glove",
+    "skateboard",
+    "surfboard",
+    "tennis racket",
+    "bottle",
+    "wine glass",
+    "cup",
+    "fork",
+    "knife",
+    "spoon",
+    "bowl",
+    "banana",
+    "apple",
+    "sandwich",
+    "orange",
+    "broccoli",
+    "carrot",
+    "hot dog",
+    "pizza",
+    "donut",
+    "cake",
+    "chair",
+    "couch",
+    "potted plant",
+    "bed",
+    "dining table",
+    "toilet",
+    "tv",
+    "laptop",
+    "computer mouse",
+    "tv remote",
+    "computer keyboard",
+    "cell phone",
+    "microwave",
+    "oven",
+    "toaster",
+    "sink",
+    "refrigerator",
+    "book",
+    "clock",
+    "vase",
+    "scissors",
+    "teddy bear",
+    "hair drier",
+    "toothbrush",
+)
+COCO_SPELLINGS = {
+    "mouse": "computer mouse",
+    "remote": "tv remote",
+    "keyboard": "computer keyboard",
+}
+COLORS = (
+    "red",
+    "orange",
+    "yellow",
+    "green",
+    "blue",
+    "purple",
+    "pink",
+    "brown",
+    "black",
+    "white",
+)
+TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
+RELATIONS = ("left of", "right of", "above", "below")
+
+_KNOWN_CLASSES = frozenset(CLASS_NAMES)
+
+
+def canonical_class(name: str) -> str:
+    """GenEval's name of a class given by GenEval's or COCO's name. Raises ValueError if unknown."""
+    canonical = COCO_SPELLINGS.get(name, name)
+    if canonical not in _KNOWN_CLASSES:
+        raise ValueError(f"unknown class {name!r}, expected one of the 80 COCO classes")
+    return canonical
