@@ -1,0 +1,1 @@
+"""GenEval reward service: detection, colors and scoring behind HTTP."""
