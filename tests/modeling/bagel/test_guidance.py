@@ -127,3 +127,18 @@ def test_shapes_that_would_broadcast_are_refused():
         guide(given["cond"], given["text"][:1], None, config)
     with pytest.raises(ValueError, match="expected \\[images"):
         guide(given["cond"][0], given["text"][0], None, config)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("renorm", RENORM_TYPES)
+def test_gpu_guides_without_synchronising(renorm):
+    on_cpu = velocities()
+    given = {name: velocity.cuda() for name, velocity in on_cpu.items()}
+    config = GuidanceConfig(4.0, 1.5, INTERVAL, renorm, 0.0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        guided = guide(given["cond"], given["text"], given["img"], config)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected = guide(on_cpu["cond"], on_cpu["text"], on_cpu["img"], config)
+    torch.testing.assert_close(guided.cpu(), expected, rtol=1e-5, atol=1e-5)

@@ -107,3 +107,44 @@ def test_bad_settings_name_their_flag(fields, flag):
     good = {"do_sample": True, "temperature": 0.9, "top_k": 50, "top_p": 0.9}
     with pytest.raises(ValueError, match=flag):
         SamplingConfig(**{**good, **fields})
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("top_k", "top_p"), [(50, 0.9), (50, 1.0), (0, 1.0)])
+def test_gpu_draws_equal_multinomial_without_synchronising(top_k, top_p):
+    logits = 5 * torch.randn(4, 152064, device="cuda", dtype=torch.bfloat16)
+    config = SamplingConfig(True, 0.9, top_k, top_p)
+    ours, theirs = (torch.Generator("cuda").manual_seed(11) for _ in range(2))
+    sample_tokens(logits, config, torch.Generator("cuda"))  # first calls may set up and wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        drawn = [sample_tokens(logits, config, ours)[0] for _ in range(5)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    tempered = logits.float() / 0.9
+    if top_p < 1:
+        sorted_probs, ids = torch.softmax(tempered, -1).topk(1000)
+        probs = keep_nucleus(sorted_probs, top_p)
+    elif top_k > 0:
+        values, ids = tempered.topk(top_k)
+        probs = torch.softmax(values, -1)
+    else:
+        probs, ids = torch.softmax(tempered, -1), torch.arange(152064, device="cuda").expand(4, -1)
+    for tokens in drawn:
+        picked = torch.multinomial(probs, 1, generator=theirs)
+        assert torch.equal(tokens, ids.gather(-1, picked).squeeze(-1))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gpu_capture_replays_the_eager_draws():
+    logits = torch.randn(4, 4096, device="cuda")
+    config = SamplingConfig(True, 0.9, 50, 0.9)
+    eager, captured = (torch.Generator("cuda").manual_seed(5) for _ in range(2))
+    expected = [sample_tokens(logits, config, eager)[0] for _ in range(3)]
+    graph = torch.cuda.CUDAGraph()
+    graph.register_generator_state(captured)
+    with torch.cuda.graph(graph):
+        tokens, _ = sample_tokens(logits, config, captured)
+    for draw in expected:
+        graph.replay()
+        assert torch.equal(tokens, draw)

@@ -88,3 +88,14 @@ def test_real_structure_has_exactly_the_published_tensors():
 def test_counts_that_do_not_match_are_refused(vit, packed, patches, ids, seqlens):
     with pytest.raises(ValueError, match="do not match"):
         vit(packed[0][:patches], packed[1][:ids], seqlens)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gpu_kernel_is_as_good_as_bfloat16_on_the_cpu(vit, packed):
+    exact = vit(*packed, SEQLENS)
+    half = SiglipVit(read_vit_config(PARITY / "tiny_bagel"))
+    half.load_state_dict(vit.state_dict())
+    half = half.bfloat16()
+    cpu_error = (half(*packed, SEQLENS).float() - exact).norm()
+    gpu_out = half.cuda()(packed[0].cuda(), packed[1].cuda(), SEQLENS)
+    assert (gpu_out.cpu().float() - exact).norm() < 2 * cpu_error

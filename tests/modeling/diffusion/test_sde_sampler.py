@@ -147,3 +147,19 @@ def test_bad_settings_name_their_flag(eta, mode, flag):
 def test_bad_schedule_names_its_flag(num_points, shift, flag):
     with pytest.raises(ValueError, match=flag):
         flow_schedule(num_points, shift)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("mode", ["monotonic", "constant"])
+def test_gpu_steps_without_synchronising(mode):
+    x, v, noise = random_step(4)
+    config, t, dt = SdeConfig(0.7, mode), torch.tensor(0.97), torch.tensor(0.02)
+    expected = sde_step(x, v, t, dt, config, noise)
+    on_gpu = [part.cuda() for part in (x, v, t, dt, noise)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step = sde_step(*on_gpu[:4], config, on_gpu[4])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(step.next.cpu(), expected.next, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(step.log_prob.cpu(), expected.log_prob, rtol=1e-4, atol=1e-5)
