@@ -91,8 +91,9 @@ def keep_nucleus(sorted_probs: Tensor, top_p: float) -> Tensor:
 def draw_index(probs: Tensor, generator: torch.Generator | None) -> Tensor:
     """`torch.multinomial(probs, 1)` [B, C] -> [B]: the same draws from the same generator.
 
-    multinomial takes the largest p / Exp(1) (Gumbel-max trick), but reads back a validity check
-    first, which stalls the pipeline and cannot be captured in a CUDA graph.
+    multinomial, too, takes the largest p / Exp(1) (Gumbel-max trick), but checks its input first:
+    several more launches a token, and where a row is broken a device assert, after which the
+    process can use the GPU no more, instead of a NaN that says which sample it was.
     """
     waiting = torch.empty_like(probs).exponential_(1, generator=generator)
     return (probs / waiting).argmax(dim=-1)
