@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from train.config import ProcessConfig
 from train.flags import ConfigError
+from train.settings import ProcessConfig
 
 T = TypeVar("T")
 

@@ -40,7 +40,7 @@ class FlagInfo:
             ("below", self.below),
         ):
             if bound is not None:
-                parts.append(f"{word} {bound:g}")
+                parts.append(f"{word} {bound}")
         return " and ".join(parts)
 
     def admits(self, number: float) -> bool:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from train import dist as subject
-from train.config import ProcessConfig
+from train.settings import ProcessConfig
 
 
 def main(num_shard: int, policy_group_size: int) -> None:

@@ -143,7 +143,7 @@ def test_precision_follows_the_device_unless_set():
 
 def test_names_and_urls():
     config = TrainConfig().replace(reward_url="http://a:1, http://b:2,", exp_name="run")
-    assert config.rewards.reward_urls == ("http://a:1", "http://b:2")
+    assert config.rewards.client_config().urls == ("http://a:1", "http://b:2")
     assert config.wandb_name == "run" and config.replace(wandb_name="w").wandb_name == "w"
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from train import dist as subject
-from train.config import ProcessConfig
 from train.dist import LaunchInfo, check_launch, check_world, choose_device, read_launch
 from train.flags import ConfigError
+from train.settings import ProcessConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("dist_worker.py")
