@@ -1,0 +1,206 @@
+"""Attention backends: packed varlen, padded static cache, and masks over a forest of segments.
+
+Shape letters: S packed tokens, T query tokens, B cache rows, C cache positions, N heads,
+K KV heads, H head size. On a GPU the varlen kernels are PyTorch's own flash attention; on a CPU
+every document is one scaled_dot_product_attention call.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from modeling.bagel.layout import SegmentPlan
+
+BACKENDS = ("auto", "dense", "flex", "flash")
+
+
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, seqlens: list[int], causal: bool
+) -> Tensor:
+    """Attention inside each of several packed sequences.
+
+    Args:
+        q: [T, N, H]. k, v: [T, K, H]; K divides N. The same type, bf16 or fp16 on a GPU.
+        seqlens: lengths of the sequences; they add up to T.
+        causal: whether a token sees only itself and earlier ones.
+
+    Returns:
+        [T, N, H].
+    """
+    if q.is_cuda and q.dtype != torch.float32:
+        bounds = _bounds(seqlens, q.device)
+        return torch.ops.aten._flash_attention_forward(
+            q, k, v, bounds, bounds, max(seqlens), max(seqlens), 0.0, causal, False
+        )[0]
+    pieces = zip(q.split(seqlens), k.split(seqlens), v.split(seqlens), strict=True)
+    return torch.cat([_sdpa(q1, k1, v1, is_causal=causal) for q1, k1, v1 in pieces])
+
+
+@dataclass(frozen=True)
+class CacheRead:
+    """Which cached positions each of the packed query sequences sees.
+
+    `rows[i]` is the cache row of sequence i, `query_lengths[i]` its tokens and `key_lengths[i]`
+    the filled positions of that row, its own tokens included. The tensors repeat that for the
+    kernels, int32 on the device.
+    """
+
+    rows: tuple[int, ...]
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    causal: bool
+    query_bounds: Tensor
+    key_starts: Tensor
+    keys_used: Tensor
+
+
+def cache_read(
+    rows: list[int],
+    query_lengths: list[int],
+    key_lengths: list[int],
+    capacity: int,
+    causal: bool,
+    device: torch.device,
+) -> CacheRead:
+    """Builds a CacheRead; `capacity` is C, the padded length of a cache row."""
+    starts = [row * capacity for row in rows]
+    return CacheRead(
+        rows=tuple(rows),
+        query_lengths=tuple(query_lengths),
+        key_lengths=tuple(key_lengths),
+        causal=causal,
+        query_bounds=_bounds(query_lengths, device),
+        key_starts=torch.tensor([*starts, starts[-1] + capacity], dtype=torch.int32, device=device),
+        keys_used=torch.tensor(key_lengths, dtype=torch.int32, device=device),
+    )
+
+
+def cached_attention(q: Tensor, keys: Tensor, values: Tensor, read: CacheRead) -> Tensor:
+    """Attention of packed queries over a padded static cache, read in place.
+
+    A causal query sequence stands at the end of its filled positions.
+
+    Args:
+        q: [T, N, H], sequences in the order of `read`.
+        keys, values: [B, C, K, H].
+
+    Returns:
+        [T, N, H].
+    """
+    if q.is_cuda and q.dtype != torch.float32:
+        return torch.ops.aten._flash_attention_forward(
+            q,
+            keys.flatten(0, 1),
+            values.flatten(0, 1),
+            read.query_bounds,
+            read.key_starts,
+            max(read.query_lengths),
+            max(read.key_lengths),
+            0.0,
+            read.causal,
+            False,
+            seqused_k=read.keys_used,
+        )[0]
+    outputs = []
+    for q1, row, used in zip(q.split(list(read.query_lengths)), read.rows, read.key_lengths, strict=True):
+        mask = None
+        if read.causal and q1.shape[0] > 1:
+            mask = torch.ones(q1.shape[0], used, dtype=torch.bool, device=q.device)
+            mask = mask.tril(used - q1.shape[0])
+        outputs.append(_sdpa(q1, keys[row, :used], values[row, :used], mask=mask))
+    return torch.cat(outputs)
+
+
+AttendForest = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def forest_attention(plan: SegmentPlan, device: torch.device, backend: str = "auto") -> AttendForest:
+    """Prepares differentiable attention over a packed forest: ancestor-or-self, then own rule.
+
+    Args:
+        plan: the forest.
+        device: where the batch lies.
+        backend: `dense` (one mask per tree), `flex` (compiled FlexAttention, GPU only), or
+            `auto` (`flex` on a GPU, `dense` elsewhere, because FlexAttention has no backward on
+            a CPU).
+
+    Returns:
+        A function of q [S, N, H], k and v [S, K, H] that returns [S, N, H].
+
+    Raises:
+        ValueError: an unknown backend, or `flex` on a CPU (R3_ATTENTION).
+    """
+    if backend == "auto":
+        backend = "flex" if device.type == "cuda" else "dense"
+    if backend == "flex":
+        if device.type != "cuda":
+            raise ValueError("R3_ATTENTION=flex needs a GPU: FlexAttention has no CPU backward")
+        return _flex_forest(plan, device)
+    if backend == "dense":
+        return _dense_forest(plan, device)
+    raise ValueError(f"R3_ATTENTION={backend}: expected one of {', '.join(BACKENDS[:3])}")
+
+
+def _dense_forest(plan: SegmentPlan, device: torch.device) -> AttendForest:
+    ids, ancestors, causal = plan.segment_ids(), plan.ancestors(), plan.causal()
+    masks = []
+    for start, end in plan.tree_ranges:
+        own = ids[start:end]
+        same = own[:, None] == own[None, :]
+        not_later = torch.ones_like(same).tril()
+        masks.append((ancestors[own][:, own] | (same & (~causal[own][:, None] | not_later))).to(device))
+    lengths = [end - start for start, end in plan.tree_ranges]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        pieces = zip(q.split(lengths), k.split(lengths), v.split(lengths), masks, strict=True)
+        return torch.cat([_sdpa(q1, k1, v1, mask=mask) for q1, k1, v1, mask in pieces])
+
+    return attend
+
+
+def _flex_forest(plan: SegmentPlan, device: torch.device) -> AttendForest:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    ids, ancestors = plan.segment_ids().to(device), plan.ancestors().to(device)
+    causal = plan.causal().to(device)
+
+    def rule(batch, head, q_index, k_index):
+        q_segment, k_segment = ids[q_index], ids[k_index]
+        own = (q_segment == k_segment) & (~causal[q_segment] | (k_index <= q_index))
+        return ancestors[q_segment, k_segment] | own
+
+    tokens = plan.num_tokens
+    block_mask = create_block_mask(rule, None, None, tokens, tokens, device=device, _compile=True)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        out = _compiled_flex()(q, k, v, block_mask=block_mask, enable_gqa=True)
+        return out.squeeze(0).transpose(0, 1)
+
+    return attend
+
+
+@cache
+def _compiled_flex() -> Callable:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def _bounds(lengths: list[int], device: torch.device) -> Tensor:
+    totals = [0]
+    for length in lengths:
+        totals.append(totals[-1] + length)
+    return torch.tensor(totals, dtype=torch.int32, device=device)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal=False) -> Tensor:
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out.squeeze(0).transpose(0, 1)

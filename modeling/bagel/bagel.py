@@ -1,0 +1,123 @@
+"""BAGEL: text, image-encoder and latent tokens through one mixture-of-transformers decoder.
+
+One definition serves both sides: `forward` is the learner's packed pass, `extend` the rollout's
+cached pass. Shape letters: S packed tokens, D hidden, V vocabulary, P latent token (64).
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from modeling.bagel.attention import AttendForest
+from modeling.bagel.batch import LearnerOutput, PackedBatch
+from modeling.bagel.cache import CacheAppend
+from modeling.bagel.config import BagelConfig, ImageSize
+from modeling.bagel.images import position_ids
+from modeling.bagel.layers import Connector, PositionTable, TimestepEmbedder, sincos_table
+from modeling.bagel.qwen2_navit import ExpertOrder, MotCausalLM, QkRounding
+from modeling.bagel.siglip_navit import SiglipVit
+
+
+class Bagel(nn.Module):
+    """The whole model but the autoencoder; parameter names are those of the checkpoint."""
+
+    def __init__(self, config: BagelConfig):
+        super().__init__()
+        self.config = config
+        hidden = config.llm.hidden_size
+        self.language_model = MotCausalLM(config.llm)
+        self.time_embedder = TimestepEmbedder(hidden)
+        self.vae2llm = nn.Linear(config.latent_dim, hidden)
+        self.llm2vae = nn.Linear(hidden, config.latent_dim)
+        self.latent_pos_embed = PositionTable(config.max_latent_size, hidden)
+        self.vit_model = SiglipVit(config.vit)
+        self.connector = Connector(config.vit.hidden_size, hidden)
+        self.vit_pos_embed = PositionTable(config.vit.side, hidden)
+
+    @property
+    def decoder(self):
+        return self.language_model.model
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights as they lie now: the compute type while they are gathered."""
+        return self.llm2vae.weight.dtype
+
+    def position_tables(self) -> dict[str, Tensor]:
+        """The fixed tables by parameter name, fp32, for the two parameters never loaded."""
+        hidden = self.config.llm.hidden_size
+        return {
+            f"{name}.pos_embed": sincos_table(getattr(self, name).side, hidden)
+            for name in ("latent_pos_embed", "vit_pos_embed")
+        }
+
+    def embed_text(self, ids: Tensor) -> Tensor:
+        """int64 [T] -> [T, D]."""
+        return self.decoder.embed_tokens(ids)
+
+    def embed_vit(self, features: Tensor, position_ids: Tensor) -> Tensor:
+        """Image-encoder output [T, D_vit] at its grid positions -> [T, D]."""
+        return self.connector(features.to(self.dtype)) + self.vit_pos_embed(position_ids)
+
+    def encode_vit(self, patches: Tensor, grid: ImageSize) -> Tensor:
+        """Image-encoder output [I, D_vit] of one picture's patches, past the hooks of FSDP2."""
+        ids = position_ids(grid, self.config.vit.side).to(patches.device)
+        return self.vit_model.vision_model(patches, ids, [ids.numel()])
+
+    def embed_latents(self, latents: Tensor, timesteps: Tensor, position_ids: Tensor) -> Tensor:
+        """Latent tokens [T, P] at times [T] and grid positions -> [T, D]."""
+        embedded = self.vae2llm(latents.to(self.dtype))
+        return embedded + self.time_embedder(timesteps) + self.latent_pos_embed(position_ids)
+
+    def forward(
+        self, batch: PackedBatch, attend: AttendForest, rounding: QkRounding
+    ) -> LearnerOutput:
+        """The learner's pass over a packed forest.
+
+        Args:
+            batch: model inputs on the model's device.
+            attend: attention over the batch's forest (`forest_attention`).
+            rounding: where q and k are rounded.
+        """
+        experts = batch.experts()
+        parts = [self.embed_text(batch.text_ids)]
+        # Without pictures the connector must stay out of the graph: a zero gradient would still
+        # let Adam move it, and a generate step trains no connector.
+        if batch.vit_index.numel():
+            parts.append(self.embed_vit(batch.vit_features, batch.vit_position_ids))
+        parts.append(self.embed_latents(batch.latents, batch.timesteps, batch.latent_position_ids))
+        x = torch.cat(parts)
+        rotary = self.decoder.rotary(batch.rope_ids, experts, rounding)
+        for layer in self.decoder.layers:
+            x = layer(x, experts, rotary, attend)
+        x = experts.to_document(self.decoder.final_norm(x, experts))
+        return LearnerOutput(
+            logits=self.language_model.lm_head(x[batch.label_index]),
+            velocity=self.llm2vae(x[batch.noise_index]),
+        )
+
+    def extend(
+        self,
+        x: Tensor,
+        experts: ExpertOrder,
+        rope_ids: Tensor,
+        append: CacheAppend,
+        rounding: QkRounding,
+    ) -> Tensor:
+        """The rollout's pass: new tokens behind cached contexts, on resident weights.
+
+        Args:
+            x: [S, D] embeddings of the new tokens in expert order.
+            experts: their split between the experts.
+            rope_ids: int64 [S] in document order.
+            append: where their keys and values go and what they see.
+            rounding: where q and k are rounded.
+
+        Returns:
+            [S, D], final-normed, in expert order.
+        """
+        rotary = self.decoder.rotary(rope_ids, experts, rounding)
+        for index, layer in enumerate(self.decoder.layers):
+            x = layer.run(x, experts, rotary, partial(append.attend, index))
+        return self.decoder.final_norm(x, experts)

@@ -1,0 +1,76 @@
+"""Static KV cache of a rollout: one padded tensor a layer, filled lengths kept on the host.
+
+Shape letters: B cache rows, C positions a row, K KV heads, H head size, T new tokens.
+"""
+
+import torch
+from torch import Tensor
+
+from modeling.bagel.attention import CacheRead, cache_read, cached_attention
+from modeling.bagel.config import LlmConfig
+
+
+class KvCache:
+    """Keys and values of B contexts, and for each its filled length and its next RoPE id."""
+
+    def __init__(
+        self, config: LlmConfig, rows: int, capacity: int, device: torch.device, dtype: torch.dtype
+    ):
+        shape = (rows, capacity, config.num_kv_heads, config.head_size)
+        self.capacity = capacity
+        self.device = device
+        # Zeros, not empty: the upstream recipe attends to positions nothing was written to.
+        self.keys = [
+            torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_layers)
+        ]
+        self.values = [torch.zeros_like(keys) for keys in self.keys]
+        self.lengths = [0] * rows
+        self.next_rope = [0] * rows
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.lengths)
+
+    def append(self, rows: list[int], lengths: list[int], causal: bool) -> "CacheAppend":
+        """Plans the writing of `lengths[i]` tokens behind row `rows[i]`; nothing moves on yet.
+
+        Raises:
+            ValueError: a row would grow past the capacity.
+        """
+        starts = [self.lengths[row] for row in rows]
+        for row, start, length in zip(rows, starts, lengths, strict=True):
+            if start + length > self.capacity:
+                raise ValueError(
+                    f"cache row {row} holds {start} of {self.capacity} positions, "
+                    f"{length} more do not fit"
+                )
+        places = [
+            row * self.capacity + start + i
+            for row, start, length in zip(rows, starts, lengths, strict=True)
+            for i in range(length)
+        ]
+        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+        read = cache_read(rows, lengths, ends, self.capacity, causal, self.device)
+        return CacheAppend(self, torch.tensor(places, device=self.device), read)
+
+    def advance(self, rows: list[int], lengths: list[int], rope_steps: list[int]) -> None:
+        """Moves filled lengths and RoPE ids on."""
+        for row, length, step in zip(rows, lengths, rope_steps, strict=True):
+            self.lengths[row] += length
+            self.next_rope[row] += step
+
+
+class CacheAppend:
+    """One planned append: where new keys and values go, and what the new tokens see."""
+
+    def __init__(self, cache: KvCache, places: Tensor, read: CacheRead):
+        self.cache = cache
+        self.places = places
+        self.read = read
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Writes k, v [T, K, H] into `layer` and attends from q [T, N, H]: [T, N, H]."""
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys.flatten(0, 1).index_copy_(0, self.places, k)
+        values.flatten(0, 1).index_copy_(0, self.places, v)
+        return cached_attention(q, keys, values, self.read)

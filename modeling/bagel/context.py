@@ -1,0 +1,182 @@
+"""Contexts of a rollout: text and image segments appended to a batch of cached prefixes.
+
+Shape letters: B contexts, T packed new tokens, D hidden, P numbers in a latent token (64).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from modeling.bagel.bagel import Bagel
+from modeling.bagel.cache import CacheAppend, KvCache
+from modeling.bagel.config import ImageSize
+from modeling.bagel.images import position_ids
+from modeling.bagel.qwen2_navit import ExpertOrder, QkRounding
+
+NUM_MARKERS = 2
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Ids of the four marker tokens."""
+
+    bos: int
+    eos: int
+    vision_start: int
+    vision_end: int
+
+    def text_segment(self, tokens: list[int]) -> list[int]:
+        """A text segment: bos, tokens, eos."""
+        return [self.bos, *tokens, self.eos]
+
+
+@dataclass(frozen=True)
+class ConditionImage:
+    """One picture as the model reads it: frozen encoder outputs, computed once and shared."""
+
+    vit_patches: Tensor  # fp32 [I, patch * patch * 3]
+    vit_features: Tensor  # [I, D_vit]
+    vit_grid: ImageSize
+    latents: Tensor  # [G, P], clean
+    latent_grid: ImageSize
+
+
+@dataclass(frozen=True)
+class ImageAppend:
+    """A planned image segment for each context: its split, RoPE ids and cache places."""
+
+    experts: ExpertOrder
+    marker_ids: Tensor
+    rope_ids: Tensor
+    position_ids: Tensor
+    append: CacheAppend
+    lengths: list[int]
+
+
+class Contexts:
+    """B growing contexts over one KV cache. Construct and use on resident weights, no_grad."""
+
+    def __init__(self, model: Bagel, cache: KvCache, special: SpecialTokens, rounding: QkRounding):
+        self.model = model
+        self.cache = cache
+        self.special = special
+        self.rounding = rounding
+        self.device = cache.device
+
+    @property
+    def rows(self) -> list[int]:
+        return list(range(self.cache.num_rows))
+
+    def add_text(self, segments: list[list[int]]) -> None:
+        """Appends to context i the text segment with tokens `segments[i]` (no markers)."""
+        segments = [self.special.text_segment(tokens) for tokens in segments]
+        self.feed_text(self.rows, segments)
+
+    def feed_text(self, rows: list[int], tokens: list[list[int]]) -> Tensor:
+        """Appends raw token runs to some contexts: final hidden states [T, D]."""
+        lengths = [len(run) for run in tokens]
+        ropes = [
+            self.cache.next_rope[row] + i
+            for row, length in zip(rows, lengths, strict=True)
+            for i in range(length)
+        ]
+        ids = torch.tensor([i for run in tokens for i in run], device=self.device)
+        append = self.cache.append(rows, lengths, causal=True)
+        experts = ExpertOrder(ids.numel(), 0, None, None)
+        hidden = self.model.extend(
+            self.model.embed_text(ids),
+            experts,
+            torch.tensor(ropes, device=self.device),
+            append,
+            self.rounding,
+        )
+        self.cache.advance(rows, lengths, lengths)
+        return hidden
+
+    def add_vit(self, images: list[ConditionImage]) -> None:
+        """Appends the image-encoder segment of `images[i]` to context i."""
+        lengths = self._run_vit(images, rope_offset=0)
+        self.cache.advance(self.rows, lengths, [1] * len(lengths))
+
+    def add_image(self, images: list[ConditionImage], overlay: bool) -> None:
+        """Appends the latent and then the image-encoder segment of `images[i]` to context i.
+
+        With `overlay` (the upstream recipe) both are written at the same cache position and the
+        length moves on only after both: the latent entries are lost, and as many zero entries
+        behind the encoder's are attended instead.
+        """
+        latent_lengths = self._run_vae(images)
+        if not overlay:
+            self.cache.advance(self.rows, latent_lengths, [1] * len(images))
+            self.add_vit(images)
+            return
+        vit_lengths = self._run_vit(images, rope_offset=1)
+        lengths = [a + b for a, b in zip(latent_lengths, vit_lengths, strict=True)]
+        self.cache.advance(self.rows, lengths, [2] * len(images))
+
+    def plan_noise(self, grid: ImageSize) -> ImageAppend:
+        """Plans a noise segment behind every context; it is overwritten by each flow forward."""
+        side = self.model.config.max_latent_size
+        return self._plan_image([position_ids(grid, side)] * self.cache.num_rows, 0, is_gen=True)
+
+    def noise_velocity(self, plan: ImageAppend, x: Tensor, t: Tensor) -> Tensor:
+        """Velocity of noisy latents x [B, n, P] at times t (fp32, one for each token [B * n])."""
+        latents = self.model.embed_latents(x.flatten(0, 1), t, plan.position_ids)
+        hidden = self._extend(plan, latents)
+        return self.model.llm2vae(hidden[plan.experts.num_und :]).view(x.shape)
+
+    def _run_vae(self, images: list[ConditionImage]) -> list[int]:
+        side = self.model.config.max_latent_size
+        plan = self._plan_image(
+            [position_ids(image.latent_grid, side) for image in images], 0, is_gen=True
+        )
+        latents = torch.cat([image.latents for image in images])
+        zeros = torch.zeros(latents.shape[0], device=self.device)
+        self._extend(plan, self.model.embed_latents(latents, zeros, plan.position_ids))
+        return plan.lengths
+
+    def _run_vit(self, images: list[ConditionImage], rope_offset: int) -> list[int]:
+        side = self.model.config.vit.side
+        plan = self._plan_image(
+            [position_ids(image.vit_grid, side) for image in images], rope_offset, is_gen=False
+        )
+        features = torch.cat([image.vit_features for image in images])
+        self._extend(plan, self.model.embed_vit(features, plan.position_ids))
+        return plan.lengths
+
+    def _plan_image(
+        self, positions: list[Tensor], rope_offset: int, is_gen: bool
+    ) -> ImageAppend:
+        rows, counts = self.rows, [p.numel() for p in positions]
+        lengths = [count + NUM_MARKERS for count in counts]
+        markers, patches, start = [], [], 0
+        for length in lengths:
+            markers += [start, start + length - 1]
+            patches += range(start + 1, start + length - 1)
+            start += length
+        und, gen = torch.tensor(markers), torch.tensor(patches)
+        experts = ExpertOrder.from_positions(und.to(self.device), gen.to(self.device))
+        if not is_gen:
+            # Encoder tokens go through the und expert too: one run in document order.
+            experts = ExpertOrder(start, 0, None, experts.inverse)
+        ropes = [self.cache.next_rope[row] + rope_offset for row in rows]
+        ids = [self.special.vision_start, self.special.vision_end] * len(rows)
+        return ImageAppend(
+            experts=experts,
+            marker_ids=torch.tensor(ids, device=self.device),
+            rope_ids=torch.repeat_interleave(torch.tensor(ropes), torch.tensor(lengths)).to(
+                self.device
+            ),
+            position_ids=torch.cat(positions).to(self.device),
+            append=self.cache.append(rows, lengths, causal=False),
+            lengths=lengths,
+        )
+
+    def _extend(self, plan: ImageAppend, patches: Tensor) -> Tensor:
+        x = torch.cat((self.model.embed_text(plan.marker_ids), patches))
+        experts = plan.experts
+        if experts.num_gen == 0:
+            x = x[experts.inverse]
+            experts = ExpertOrder(x.shape[0], 0, None, None)
+        return self.model.extend(x, experts, plan.rope_ids, plan.append, self.rounding)

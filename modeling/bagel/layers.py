@@ -1,0 +1,121 @@
+"""Small building blocks: RMSNorm, rotary embedding, position tables, timestep and image connectors.
+
+Shape letters: S packed tokens, D hidden, N heads, H head size.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+TIMESTEP_FEATURES = 256
+MAX_PERIOD = 10000.0
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension, computed in fp32, in the input's type."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        # F.rms_norm rounds elsewhere, so the formula is spelled out: normalise in fp32,
+        # round to the input's type, then scale.
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+def rotary_table(rope_ids: Tensor, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary embedding (Su et al. 2021, half-rotation layout).
+
+    Args:
+        rope_ids: int64 [S].
+        head_size: H.
+        theta: base of the frequencies.
+
+    Returns:
+        Two fp32 tensors [S, 1, H].
+    """
+    exponents = torch.arange(0, head_size, 2, dtype=torch.float32, device=rope_ids.device)
+    frequencies = 1.0 / (theta ** (exponents / head_size))
+    angles = rope_ids.float()[:, None] * frequencies[None, :]
+    angles = torch.cat((angles, angles), dim=-1)[:, None, :]
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Applies the rotary embedding to x [S, N, H] in the type of x."""
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def sincos_table(side: int, size: int) -> Tensor:
+    """Fixed 2-D position table: half the features for the column, half for the row.
+
+    Each half holds all sines before all cosines (base 10000, computed in float64).
+
+    Returns:
+        fp32 [side * side, size]; row `r * side + c` belongs to grid cell (r, c).
+    """
+    quarter = size // 4
+    frequencies = MAX_PERIOD ** (-torch.arange(quarter, dtype=torch.float64) / quarter)
+    angles = torch.arange(side, dtype=torch.float64)[:, None] * frequencies[None, :]
+    axis = torch.cat((angles.sin(), angles.cos()), dim=-1)
+    columns = axis[None, :, :].expand(side, side, size // 2)
+    rows = axis[:, None, :].expand(side, side, size // 2)
+    return torch.cat((columns, rows), dim=-1).reshape(side * side, size).float()
+
+
+class PositionTable(nn.Module):
+    """A frozen sin-cos table; rebuilt for its size, never loaded from a checkpoint."""
+
+    def __init__(self, side: int, size: int):
+        super().__init__()
+        self.side = side
+        self.pos_embed = nn.Parameter(torch.empty(side * side, size), requires_grad=False)
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        """position_ids int64 [T] -> [T, D]."""
+        return self.pos_embed[position_ids]
+
+
+def timestep_features(t: Tensor) -> Tensor:
+    """Sinusoidal features of t [T] in 0..1, cosines first: fp32 [T, 256]."""
+    half = TIMESTEP_FEATURES // 2
+    exponents = torch.arange(half, dtype=torch.float32, device=t.device) / half
+    angles = t.float()[:, None] * torch.exp(-math.log(MAX_PERIOD) * exponents)[None, :]
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+class TimestepEmbedder(nn.Module):
+    """Sinusoidal features, Linear, SiLU, Linear."""
+
+    def __init__(self, hidden_size: int):
+        super().__init__()
+        self.mlp = nn.Sequential(
+            nn.Linear(TIMESTEP_FEATURES, hidden_size),
+            nn.SiLU(),
+            nn.Linear(hidden_size, hidden_size),
+        )
+
+    def forward(self, t: Tensor) -> Tensor:
+        """t fp32 [T] in 0..1 -> [T, D] in the type of the weights."""
+        return self.mlp(timestep_features(t).to(self.mlp[0].weight.dtype))
+
+
+class Connector(nn.Module):
+    """Maps image-encoder features into the decoder: Linear, tanh-GELU, Linear."""
+
+    def __init__(self, vit_size: int, hidden_size: int):
+        super().__init__()
+        self.fc1 = nn.Linear(vit_size, hidden_size)
+        self.fc2 = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """features [T, D_vit] -> [T, D]."""
+        return self.fc2(F.gelu(self.fc1(features), approximate="tanh"))

@@ -1,0 +1,266 @@
+"""Samples one step: contexts, thoughts, flows and pictures, on resident policy weights."""
+
+from dataclasses import dataclass
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from data.geneval import GenevalPrompt
+from modeling.autoencoder import AutoEncoder
+from modeling.bagel.bagel import Bagel
+from modeling.bagel.cache import KvCache
+from modeling.bagel.config import LATENT_PATCH, ImageSize
+from modeling.bagel.context import NUM_MARKERS, ConditionImage, Contexts, SpecialTokens
+from modeling.bagel.flow import FlowBranches, FlowConfig, FlowResult, run_flow
+from modeling.bagel.images import ImageTransform, patchify, to_rgb, to_uint8, unpatchify
+from modeling.bagel.probe import Probe, no_probe
+from modeling.bagel.sampling import SamplingConfig
+from modeling.bagel.text_decode import DecodedText, decode_text
+from modeling.bagel.tokenizer import BagelTokenizer
+from train.interface_strings import (
+    GENERATE_SYSTEM,
+    NO_EDIT_OPERATION,
+    REFLECT_SYSTEM,
+    THINK_END,
+    format_reward,
+    reflect_request,
+)
+from train.metrics import PhaseTimer
+from train.recipe import Recipe
+from train.records import FlowTrace, Sample, says_no_edit
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """How one stage samples. `max_tokens` bounds the thought, `think` switches it off."""
+
+    sampling: SamplingConfig
+    max_tokens: int
+    flow: FlowConfig
+    think: bool = True
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Both stages and the pictures' sizes."""
+
+    generate: StageConfig
+    refine: StageConfig
+    image_size: ImageSize
+    vae_transform: ImageTransform
+    vit_transform: ImageTransform
+
+
+@dataclass(frozen=True)
+class StepDraws:
+    """Random inputs of one step, drawn by the caller from its explicit streams.
+
+    `noise` is [n, P] in the latents' type and starts every sample; `sde_index` is None for a
+    flow without a stochastic step.
+    """
+
+    noise: Tensor
+    sde_index: int | None
+    text: torch.Generator
+    flow: torch.Generator | None
+
+
+class RolloutController:
+    """Runs generate and refine turns. Use under no_grad while the model's weights are resident."""
+
+    def __init__(
+        self,
+        model: Bagel,
+        autoencoder: AutoEncoder,
+        tokenizer: BagelTokenizer,
+        config: RolloutConfig,
+        recipe: Recipe,
+        timer: PhaseTimer,
+        probe: Probe = no_probe,
+    ):
+        self.model = model
+        self.autoencoder = autoencoder
+        self.tokenizer = tokenizer
+        self.config = config
+        self.recipe = recipe
+        self.timer = timer
+        self.probe = probe
+        self.special = SpecialTokens(
+            tokenizer.bos, tokenizer.eos, tokenizer.vision_start, tokenizer.vision_end
+        )
+
+    @property
+    def num_image_tokens(self) -> int:
+        height, width = self.latent_grid(self.config.image_size)
+        return height * width
+
+    def latent_grid(self, size: ImageSize) -> ImageSize:
+        """Rows and columns of latent tokens of a picture of `size` pixels."""
+        stride = self.autoencoder.downsample * LATENT_PATCH
+        return ImageSize(size.height // stride, size.width // stride)
+
+    def generate(self, prompts: list[GenevalPrompt], draws: StepDraws) -> tuple[list, FlowResult]:
+        """Thinks and draws once for each prompt: samples and the flow behind them."""
+        stage, grid = self.config.generate, self.latent_grid(self.config.image_size)
+        system = self.tokenizer.encode(GENERATE_SYSTEM)
+        requests = [self.tokenizer.encode(prompt.prompt) for prompt in prompts]
+        room = [len(system) + 2, max(map(len, requests)) + 2, stage.max_tokens + 1]
+        with self.timer.phase("prefill"):
+            cond = self._contexts(len(prompts), sum(room) + self._room_for_noise(grid))
+            if stage.think:
+                cond.add_text([system] * len(prompts))
+            cond.add_text(requests)
+            text = None
+            if stage.flow.guidance.text_scale > 1:
+                text = self._contexts(len(prompts), room[0] + self._room_for_noise(grid))
+                if stage.think:
+                    text.add_text([system] * len(prompts))
+        thoughts = self._think(cond, stage, draws)
+        flow = self._flow(FlowBranches(cond, text), stage, draws, grid)
+        pictures = self.decode_pictures(flow.latents, grid)
+        samples = [
+            self._sample(thought, picture, is_answer_due=False)
+            for thought, picture in zip(thoughts, pictures, strict=True)
+        ]
+        return samples, flow
+
+    def refine(
+        self, prompts: list[GenevalPrompt], images: list[Image.Image], draws: StepDraws
+    ) -> tuple[list[Sample], FlowResult, list[ConditionImage]]:
+        """Reflects on each picture and edits it. All pictures have one size."""
+        stage, size = self.config.refine, ImageSize(images[0].height, images[0].width)
+        conditions = self._conditions(images)
+        thoughts = self._reflect(prompts, conditions, stage, draws)
+        texts = [self.tokenizer.extract_generated_text(thought.ids) for thought in thoughts]
+        operations = [edit_operation(text) for text in texts]
+        grid = self.latent_grid(size)
+        branches = self._edit_contexts(conditions, operations, grid)
+        flow = self._flow(branches, stage, draws, grid)
+        pictures = self.decode_pictures(flow.latents, grid)
+        samples = []
+        for thought, operation, picture, original in zip(
+            thoughts, operations, pictures, images, strict=True
+        ):
+            picture = original if says_no_edit(operation) else picture
+            samples.append(self._sample(thought, picture, True, operation))
+        return samples, flow, conditions
+
+    def decode_pictures(self, latents: Tensor, grid: ImageSize) -> list[Image.Image]:
+        """Latent tokens [B, n, P] to pictures."""
+        with self.timer.phase("vae"), self._vae_precision(latents.device):
+            maps = torch.stack([unpatchify(x.float(), grid, LATENT_PATCH) for x in latents])
+            decoded = self.autoencoder.decode(maps)
+        return [Image.fromarray(to_uint8(picture.float())) for picture in decoded]
+
+    def condition(self, image: Image.Image) -> ConditionImage:
+        """Encodes a picture once for every context and for the learner."""
+        image = to_rgb(image)
+        device, dtype = self.model.llm2vae.weight.device, self.model.dtype
+        pixels = self.config.vae_transform(image)
+        patch = self.model.config.vit.patch_size
+        vit_pixels = self.config.vit_transform(image)
+        patches = patchify(vit_pixels, patch)
+        grid = ImageSize(vit_pixels.shape[1] // patch, vit_pixels.shape[2] // patch)
+        with self._vae_precision(device):
+            latent = self.autoencoder.encode(pixels[None].to(device))[0]
+        return ConditionImage(
+            vit_patches=patches,
+            vit_features=self.model.encode_vit(patches.to(device, dtype), grid),
+            vit_grid=grid,
+            latents=patchify(latent.to(dtype), LATENT_PATCH),
+            latent_grid=ImageSize(latent.shape[1] // LATENT_PATCH, latent.shape[2] // LATENT_PATCH),
+        )
+
+    def _conditions(self, images: list[Image.Image]) -> list[ConditionImage]:
+        with self.timer.phase("encode"):
+            # The samples of a step share one picture; it is encoded once.
+            encoded = {id(image): self.condition(image) for image in images}
+        return [encoded[id(image)] for image in images]
+
+    def _reflect(
+        self,
+        prompts: list[GenevalPrompt],
+        conditions: list[ConditionImage],
+        stage: StageConfig,
+        draws: StepDraws,
+    ) -> list[DecodedText]:
+        system = self.tokenizer.encode(REFLECT_SYSTEM)
+        requests = [self.tokenizer.encode(reflect_request(p.prompt)) for p in prompts]
+        room = len(system) + 2 + _vit_length(conditions) + max(map(len, requests)) + 2
+        with self.timer.phase("prefill"):
+            contexts = self._contexts(len(prompts), room + stage.max_tokens + 1)
+            contexts.add_text([system] * len(prompts))
+            contexts.add_vit(conditions)
+            contexts.add_text(requests)
+        return self._think(contexts, stage, draws)
+
+    def _edit_contexts(
+        self, conditions: list[ConditionImage], operations: list[str], grid: ImageSize
+    ) -> FlowBranches:
+        texts = [self.tokenizer.encode(operation) for operation in operations]
+        room = self._room_for_noise(grid) + max(map(len, texts)) + 2
+        image_room = _vit_length(conditions) + max(c.latents.shape[0] for c in conditions) + 2
+        overlay = self.recipe.overlay_edit_images
+        with self.timer.phase("prefill"):
+            cond = self._contexts(len(texts), room + image_room)
+            cond.add_image(conditions, overlay)
+            cond.add_text(texts)
+            guidance, text, image = self.config.refine.flow.guidance, None, None
+            if guidance.text_scale > 1:
+                text = self._contexts(len(texts), room + image_room)
+                text.add_image(conditions, overlay)
+            if guidance.image_scale > 1:
+                image = self._contexts(len(texts), room)
+                image.add_text(texts)
+        return FlowBranches(cond, text, image)
+
+    def _think(self, contexts: Contexts, stage: StageConfig, draws: StepDraws) -> list[DecodedText]:
+        if not stage.think:
+            return [DecodedText((), ())] * contexts.cache.num_rows
+        with self.timer.phase("decode"):
+            return decode_text(contexts, stage.sampling, stage.max_tokens, draws.text)
+
+    def _flow(
+        self, branches: FlowBranches, stage: StageConfig, draws: StepDraws, grid: ImageSize
+    ) -> FlowResult:
+        with self.timer.phase("flow"):
+            return run_flow(
+                branches, draws.noise, grid, stage.flow, draws.sde_index, draws.flow, self.probe
+            )
+
+    def _sample(
+        self, thought: DecodedText, picture: Image.Image, is_answer_due: bool, operation: str = ""
+    ) -> Sample:
+        text = self.tokenizer.extract_generated_text(thought.ids) if thought.ids else ""
+        return Sample(thought, text, format_reward(text, is_answer_due), operation, picture)
+
+    def _contexts(self, rows: int, capacity: int) -> Contexts:
+        weight = self.model.llm2vae.weight
+        cache = KvCache(self.model.config.llm, rows, capacity, weight.device, weight.dtype)
+        return Contexts(self.model, cache, self.special, self.recipe.rollout_rounding)
+
+    def _room_for_noise(self, grid: ImageSize) -> int:
+        return grid.height * grid.width + NUM_MARKERS
+
+    def _vae_precision(self, device: torch.device):
+        enabled = self.model.dtype == torch.bfloat16
+        return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
+
+
+def edit_operation(text: str) -> str:
+    """What follows the last `</think>`, stripped; without one no edit is asked for."""
+    _, found, operation = text.rpartition(THINK_END)
+    return operation.strip() if found else NO_EDIT_OPERATION
+
+
+def flow_trace(flow: FlowResult, grid: ImageSize) -> FlowTrace | None:
+    """What the learner needs of a flow; None if it had no stochastic step."""
+    step = flow.stochastic
+    if step is None:
+        return None
+    return FlowTrace(step.before, step.after, step.log_prob, step.t, step.dt, grid)
+
+
+def _vit_length(conditions: list[ConditionImage]) -> int:
+    return max(c.vit_features.shape[0] for c in conditions) + NUM_MARKERS
