@@ -1,16 +1,14 @@
 """The launcher and the Slurm file, with stubs of torchrun, srun and scontrol that print."""
 
 import os
-import shutil
-import stat
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.scripts.script_tree import arguments_of, make_tree, trainer_arguments, write_program
 from train.config import FLAGS, parse_args
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 LAUNCHER = Path("scripts/train_faster_r3_geneval.sh")
 SBATCH = Path("scripts/slurm/train_faster_r3.sbatch")
 STUB = """#!/usr/bin/env bash
@@ -19,24 +17,6 @@ echo "ENV<$WANDB_MODE|$OMP_NUM_THREADS|$PYTHONPATH|$REWARD_API_KEY>"
 echo "to stderr" >&2
 exit "${STUB_STATUS:-0}"
 """
-
-
-def write_program(path: Path, text: str) -> None:
-    """Writes an executable script."""
-    path.write_text(text)
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-
-
-def make_tree(tree: Path) -> Path:
-    """A source tree with the scripts, ten test prompts and an empty trainer."""
-    shutil.copytree(SCRIPTS, tree / "scripts")
-    (tree / "train").mkdir()
-    (tree / "train" / "online_rl.py").touch()
-    (tree / "data" / "rl_test").mkdir(parents=True)
-    (tree / "data" / "rl_test" / "test_geneval.jsonl").write_text(
-        "".join(f'{{"prompt": "{number}"}}\n' for number in range(10))
-    )
-    return tree
 
 
 @pytest.fixture
@@ -62,19 +42,6 @@ def launch(tmp_path):
     run.tree = tree
     run.programs = programs
     return run
-
-
-def arguments_of(output: str) -> list[str]:
-    """What the stub torchrun was called with."""
-    lines = output.splitlines()
-    return [line[4:-1] for line in lines if line.startswith("ARG<")]
-
-
-def trainer_arguments(output: str) -> list[str]:
-    """The trainer's flags among them."""
-    arguments = arguments_of(output)
-    entry = next(i for i, word in enumerate(arguments) if word.endswith("train/online_rl.py"))
-    return arguments[entry + 1 :]
 
 
 def test_defaults_reach_torchrun_and_the_trainer(launch):
@@ -140,7 +107,8 @@ def test_validation_prompts_default_to_the_first_eight(launch):
     done = launch(MODEL_PATH="/m")
     config = parse_args(trainer_arguments(done.stdout), environ={})
     written = (launch.folder / config.paths.val_data_path).read_text().splitlines()
-    assert written == [f'{{"prompt": "{number}"}}' for number in range(8)]
+    assert written == (launch.tree / "data/rl_test/test_geneval.jsonl").read_text().splitlines()[:8]
+    assert len(written) == 8
     done = launch(MODEL_PATH="/m", VAL_DATA_PATH="mine.jsonl")
     assert parse_args(trainer_arguments(done.stdout), {}).paths.val_data_path == "mine.jsonl"
 
