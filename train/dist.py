@@ -23,8 +23,7 @@ T = TypeVar("T")
 
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _DEFAULT_VARIABLES = {
-    "WANDB_MODE": "offline",
-    "TOKENIZERS_PARALLELISM": "false",  # else it warns in every forked reward thread
+    "TOKENIZERS_PARALLELISM": "false",  # else the tokenizer warns when a process forks after it
 }
 
 
@@ -83,6 +82,10 @@ class ProcessContext:
     def is_main(self) -> bool:
         """Whether this rank writes logs, reports and progress."""
         return self.rank == 0
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """The values of all ranks, in rank order, on every rank (see `gather_from_all`)."""
+        return gather_from_all(self, value)
 
 
 def read_launch(environ: Mapping[str, str] | None = None) -> LaunchInfo:
@@ -195,10 +198,16 @@ def check_world(world_size: int, num_shard: int, policy_group_size: int) -> None
 
 
 def set_environment_defaults(environ: MutableMapping[str, str] | None = None) -> None:
-    """Sets what libraries read from the environment, where the user has not: wandb is offline."""
+    """Sets what libraries read from the environment, where the user has not."""
     environ = os.environ if environ is None else environ
     for name, value in _DEFAULT_VARIABLES.items():
         environ.setdefault(name, value)
+
+
+def wandb_mode(environ: Mapping[str, str] | None = None) -> str:
+    """WANDB_MODE, offline unless the user says otherwise."""
+    environ = os.environ if environ is None else environ
+    return environ.get("WANDB_MODE", "") or "offline"
 
 
 def stop_processes() -> None:

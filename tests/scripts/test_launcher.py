@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts.script_tree import arguments_of, make_tree, trainer_arguments, write_program
+from tests.scripts.script_tree import (
+    SCRIPTS,
+    arguments_of,
+    make_tree,
+    trainer_arguments,
+    write_program,
+)
 from train.config import FLAGS, parse_args
 
 LAUNCHER = Path("scripts/train_faster_r3_geneval.sh")
@@ -74,6 +80,15 @@ def test_every_variable_of_the_interface_is_passed(launch):
     # Flags without a variable, and the key that must not show in `ps`.
     assert passed <= set(FLAGS)
     assert "reward_api_key" in not_passed and len(passed) == 66
+
+
+def test_every_variable_is_explained(launch):
+    done = launch(MODEL_PATH="/m")
+    passed = {word[2:].split("=")[0].upper() for word in trainer_arguments(done.stdout)}
+    guide = (SCRIPTS.parent / "training.md").read_text()
+    first_cells = [line.split("|")[1] for line in guide.splitlines() if line.startswith("|")]
+    explained = {name for cell in first_cells for name in cell.replace(",", " ").split()}
+    assert passed - explained == set()
 
 
 def test_variables_and_extra_flags_win_in_that_order(launch):

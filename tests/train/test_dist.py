@@ -97,10 +97,16 @@ def test_device_is_the_local_gpu_if_there_is_one(monkeypatch):
 
 
 def test_wandb_is_offline_unless_the_user_says_otherwise():
-    fresh, online = {}, {"WANDB_MODE": "online"}
+    assert subject.wandb_mode({}) == subject.wandb_mode({"WANDB_MODE": ""}) == "offline"
+    assert subject.wandb_mode({"WANDB_MODE": "online"}) == "online"
+
+
+def test_defaults_for_libraries_leave_the_user_alone():
+    fresh, given = {}, {"TOKENIZERS_PARALLELISM": "true"}
     subject.set_environment_defaults(fresh)
-    subject.set_environment_defaults(online)
-    assert fresh["WANDB_MODE"] == "offline" and online["WANDB_MODE"] == "online"
+    subject.set_environment_defaults(given)
+    assert fresh == {"TOKENIZERS_PARALLELISM": "false"}
+    assert given == {"TOKENIZERS_PARALLELISM": "true"}
 
 
 def test_mean_over_ranks_wants_fp32():
@@ -141,12 +147,12 @@ def run_world(world_size: int, num_shard: int, policy_group_size: int) -> list[d
 def test_a_world_of_one_works_without_torchrun(monkeypatch):
     for name in TORCHRUN:
         monkeypatch.delenv(name, raising=False)
-    for name in ("WANDB_MODE", "TOKENIZERS_PARALLELISM"):
-        monkeypatch.setenv(name, "")  # so that what it sets does not outlive this test
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # what it sets must not outlive this test
     context = subject.start_processes(ProcessConfig(device="cpu"), policy_group_size=1)
     try:
         assert context.is_main and context.mesh.size() == 1 and context.num_policy_groups == 1
         assert subject.gather_in_policy_group(context, "x") == ["x"]
+        assert context.all_gather_object(1) == [1]
         subject.barrier(context)
     finally:
         subject.stop_processes()
