@@ -1,4 +1,4 @@
-"""From a rollout to a loss: its rows, the two forwards over them, and what they are held against."""
+"""From a rollout to a loss: its rows, the two forwards over them, and their targets."""
 
 from dataclasses import dataclass, replace
 

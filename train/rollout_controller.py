@@ -130,7 +130,7 @@ class RolloutController:
     ) -> tuple[list[Sample], FlowResult, list[ConditionImage]]:
         """Reflects on each picture and edits it. All pictures have one size."""
         stage, size = self.config.refine, ImageSize(images[0].height, images[0].width)
-        conditions = self._conditions(images)
+        conditions = self.conditions(images)
         thoughts = self._reflect(prompts, conditions, stage, draws)
         texts = [self.tokenizer.extract_generated_text(thought.ids) for thought in thoughts]
         operations = [edit_operation(text) for text in texts]
@@ -153,30 +153,31 @@ class RolloutController:
             decoded = self.autoencoder.decode(maps)
         return [Image.fromarray(to_uint8(picture.float())) for picture in decoded]
 
-    def condition(self, image: Image.Image) -> ConditionImage:
-        """Encodes a picture once for every context and for the learner."""
-        image = to_rgb(image)
-        device, dtype = self.model.llm2vae.weight.device, self.model.dtype
-        pixels = self.config.vae_transform(image)
-        patch = self.model.config.vit.patch_size
-        vit_pixels = self.config.vit_transform(image)
-        patches = patchify(vit_pixels, patch)
-        grid = ImageSize(vit_pixels.shape[1] // patch, vit_pixels.shape[2] // patch)
-        with self._vae_precision(device):
-            latent = self.autoencoder.encode(pixels[None].to(device))[0]
-        return ConditionImage(
-            vit_patches=patches,
-            vit_features=self.model.encode_vit(patches.to(device, dtype), grid),
-            vit_grid=grid,
-            latents=patchify(latent.to(dtype), LATENT_PATCH),
-            latent_grid=ImageSize(latent.shape[1] // LATENT_PATCH, latent.shape[2] // LATENT_PATCH),
-        )
-
-    def _conditions(self, images: list[Image.Image]) -> list[ConditionImage]:
+    def conditions(self, images: list[Image.Image]) -> list[ConditionImage]:
+        """Encodes pictures of one size once, for every context and for the learner."""
         with self.timer.phase("encode"):
-            # The samples of a step share one picture; it is encoded once.
-            encoded = {id(image): self.condition(image) for image in images}
-        return [encoded[id(image)] for image in images]
+            device, dtype = self.model.llm2vae.weight.device, self.model.dtype
+            pixels = torch.stack([self.config.vae_transform(to_rgb(image)) for image in images])
+            with self._vae_precision(device):
+                # As one batch even where pictures repeat: convolutions of a batch and of a
+                # single picture may round differently, and the recorded runs encode a batch.
+                latents = self.autoencoder.encode(pixels.to(device))
+            features: dict[int, tuple] = {}
+            for image in images:
+                if id(image) not in features:
+                    features[id(image)] = self._vit_features(image, device, dtype)
+            side = ImageSize(*(n // LATENT_PATCH for n in latents.shape[-2:]))
+            return [
+                ConditionImage(*features[id(image)], patchify(x.to(dtype), LATENT_PATCH), side)
+                for image, x in zip(images, latents, strict=True)
+            ]
+
+    def _vit_features(self, image: Image.Image, device: torch.device, dtype: torch.dtype) -> tuple:
+        patch = self.model.config.vit.patch_size
+        pixels = self.config.vit_transform(to_rgb(image))
+        patches = patchify(pixels, patch)
+        grid = ImageSize(pixels.shape[1] // patch, pixels.shape[2] // patch)
+        return patches, self.model.encode_vit(patches.to(device, dtype), grid), grid
 
     def _reflect(
         self,

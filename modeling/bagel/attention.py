@@ -106,7 +106,8 @@ def cached_attention(q: Tensor, keys: Tensor, values: Tensor, read: CacheRead) -
             seqused_k=read.keys_used,
         )[0]
     outputs = []
-    for q1, row, used in zip(q.split(list(read.query_lengths)), read.rows, read.key_lengths, strict=True):
+    pieces = q.split(list(read.query_lengths))
+    for q1, row, used in zip(pieces, read.rows, read.key_lengths, strict=True):
         mask = None
         if read.causal and q1.shape[0] > 1:
             mask = torch.ones(q1.shape[0], used, dtype=torch.bool, device=q.device)
@@ -124,7 +125,7 @@ def forest_attention(plan: SegmentPlan, device: torch.device, backend: str = "au
     Args:
         plan: the forest.
         device: where the batch lies.
-        backend: `dense` (one mask per tree), `flex` (compiled FlexAttention, GPU only), or
+        backend: `dense` (one mask of S x S), `flex` (compiled FlexAttention, GPU only), or
             `auto` (`flex` on a GPU, `dense` elsewhere, because FlexAttention has no backward on
             a CPU).
 
@@ -147,17 +148,13 @@ def forest_attention(plan: SegmentPlan, device: torch.device, backend: str = "au
 
 def _dense_forest(plan: SegmentPlan, device: torch.device) -> AttendForest:
     ids, ancestors, causal = plan.segment_ids(), plan.ancestors(), plan.causal()
-    masks = []
-    for start, end in plan.tree_ranges:
-        own = ids[start:end]
-        same = own[:, None] == own[None, :]
-        not_later = torch.ones_like(same).tril()
-        masks.append((ancestors[own][:, own] | (same & (~causal[own][:, None] | not_later))).to(device))
-    lengths = [end - start for start, end in plan.tree_ranges]
+    same = ids[:, None] == ids[None, :]
+    not_later = torch.ones_like(same).tril()
+    # One mask for the whole batch, not one a tree: that is what the recorded CPU runs summed over.
+    mask = (ancestors[ids][:, ids] | (same & (~causal[ids][:, None] | not_later))).to(device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        pieces = zip(q.split(lengths), k.split(lengths), v.split(lengths), masks, strict=True)
-        return torch.cat([_sdpa(q1, k1, v1, mask=mask) for q1, k1, v1, mask in pieces])
+        return _sdpa(q, k, v, mask=mask)
 
     return attend
 

@@ -132,8 +132,9 @@ class Contexts:
             [position_ids(image.latent_grid, side) for image in images], 0, is_gen=True
         )
         latents = torch.cat([image.latents for image in images])
-        zeros = torch.zeros(latents.shape[0], device=self.device)
-        self._extend(plan, self.model.embed_latents(latents, zeros, plan.position_ids))
+        # One time for all tokens: its embedding is a matrix product of a single row.
+        zero = torch.zeros(1, device=self.device)
+        self._extend(plan, self.model.embed_latents(latents, zero, plan.position_ids))
         return plan.lengths
 
     def _run_vit(self, images: list[ConditionImage], rope_offset: int) -> list[int]:

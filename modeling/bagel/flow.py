@@ -84,7 +84,7 @@ def run_flow(
     plans = {name: contexts.plan_noise(grid) for name, contexts in branches.items()}
     times, steps = (a.to(x.device) for a in flow_schedule(config.num_timesteps, config.shift))
     stochastic = None
-    for index, (t_value, dt_value) in enumerate(zip(times.tolist(), steps.tolist(), strict=True)):
+    for index, t_value in enumerate(times.tolist()):
         guided = config.guidance.is_active(t_value)
         t, dt = times[index], steps[index]
         velocities = {}

@@ -15,15 +15,49 @@ from train.rewards import RewardResult
 
 # Settings of a trace that are flags of the trainer under the same name.
 SAME_NAME = (
-    "policy_group_size group_size total_steps global_seed image_size vae_max_image_size "
-    "vae_min_image_size vit_max_image_size vit_min_image_size max_output_token_n_gen "
-    "max_output_token_n_edit do_sample text_temperature top_k top_p num_timesteps_gen "
-    "num_timesteps_edit timestep_shift cfg_text_scale cfg_img_scale cfg_renorm_min "
-    "cfg_renorm_type_gen cfg_renorm_type_edit eta_mode constant_eta_gen constant_eta_edit "
-    "max_sde_timestep_idx_for_edit lr warmup_steps beta1 beta2 eps weight_decay max_grad_norm "
-    "ce_weight mse_weight kl_weight_text kl_weight_image grpo_clip_ratio format_reward_weight "
-    "rounds freeze_vit"
-).split()
+    "policy_group_size",
+    "group_size",
+    "total_steps",
+    "global_seed",
+    "image_size",
+    "vae_max_image_size",
+    "vae_min_image_size",
+    "vit_max_image_size",
+    "vit_min_image_size",
+    "max_output_token_n_gen",
+    "max_output_token_n_edit",
+    "do_sample",
+    "text_temperature",
+    "top_k",
+    "top_p",
+    "num_timesteps_gen",
+    "num_timesteps_edit",
+    "timestep_shift",
+    "cfg_text_scale",
+    "cfg_img_scale",
+    "cfg_renorm_min",
+    "cfg_renorm_type_gen",
+    "cfg_renorm_type_edit",
+    "eta_mode",
+    "constant_eta_gen",
+    "constant_eta_edit",
+    "max_sde_timestep_idx_for_edit",
+    "lr",
+    "warmup_steps",
+    "beta1",
+    "beta2",
+    "eps",
+    "weight_decay",
+    "max_grad_norm",
+    "ce_weight",
+    "mse_weight",
+    "kl_weight_text",
+    "kl_weight_image",
+    "grpo_clip_ratio",
+    "format_reward_weight",
+    "rounds",
+    "freeze_vit",
+)
 # Settings that describe the recording, or repeat what the checkpoint says.
 DESCRIPTIVE = {
     "world_size",

@@ -1,5 +1,6 @@
 """One rank of a replay: the real trainer, watched, and held against the trace step by step."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from train.trainer import StepReport, Trainer
 
 LOSS_SCALE = 1e-3
 """Losses are sums that may cancel; below this they are compared absolutely (times the limit)."""
+GRADIENT_SCALE = 1e-3
+"""Likewise a parameter's gradient norm, as a share of the total: fp32 resolves no more of it."""
 
 
 class ReplayTrainer(Trainer):
@@ -81,6 +84,11 @@ class StepComparison:
         self.rank, self.step = trainer.context.rank, report.step
         self.recorded = trainer.trace.ranks[self.rank][self.step]
         self.where = f"rank {self.rank} step {self.step} "
+        # On its own pictures a run carries noise that does not shrink with a step's signal: a
+        # flipped grey level moves a reward by 1e-6, whatever the advantages. There the yardstick
+        # is the largest value that the trace has of the same number in any step.
+        steps = trainer.trace.ranks[self.rank]
+        self.yardsticks = [self.recorded] if trainer.use_trace_pictures else steps
 
     def compare(self) -> None:
         self._samples()
@@ -147,14 +155,18 @@ class StepComparison:
         loss, where = self.report.loss, self.where
         parts = self.recorded["loss_dict"]
         pairs = {
-            "loss": (loss.loss, self.recorded["loss"]),
-            "text policy": (loss.text_policy, parts["text_policy_loss"][0]),
-            "image policy": (loss.image_policy, parts["img_policy_loss"][0]),
-            "text KL": (loss.text_kl, parts["text_kl_loss"][0]),
-            "image KL": (loss.image_kl, parts["img_kl_loss"][0]),
+            "text_policy_loss": loss.text_policy,
+            "img_policy_loss": loss.image_policy,
+            "text_kl_loss": loss.text_kl,
+            "img_kl_loss": loss.image_kl,
         }
-        for name, (mine, theirs) in pairs.items():
-            self.found.relative("losses", where + name, mine.item(), theirs, LOSS_SCALE)
+        scale = self._scale(lambda recorded: recorded["loss"], LOSS_SCALE)
+        self.found.relative(
+            "losses", where + "loss", loss.loss.item(), self.recorded["loss"], scale
+        )
+        for name, mine in pairs.items():
+            scale = self._scale(lambda recorded, n=name: recorded["loss_dict"][n][0], LOSS_SCALE)
+            self.found.relative("losses", where + name, mine.item(), parts[name][0], scale)
         for kind, log_ratio in (("text", loss.text_log_ratio), ("img", loss.image_log_ratio)):
             ratio = log_ratio.exp()
             for name in ("mean", "max", "min"):
@@ -166,11 +178,14 @@ class StepComparison:
             where + "total",
             self.report.grad_norm,
             self.recorded["total_norm"],
-            0.0,
+            self._scale(lambda recorded: recorded["total_norm"], 0.0),
         )
         self.found.exact(
             where + "next lr", self.report.next_learning_rate, self.recorded["lr_next"]
         )
+
+    def _scale(self, value: Callable[[dict], float], floor: float) -> float:
+        return max(floor, *(abs(value(recorded)) for recorded in self.yardsticks))
 
     def _norms(self) -> None:
         for name, theirs in self.recorded["grad_norms"].items():
@@ -179,7 +194,8 @@ class StepComparison:
             if mine is None:
                 self.found.exact(where + " has a gradient", False, True)
             else:
-                scale = 1e-4 * self.recorded["total_norm"]
+                floor = GRADIENT_SCALE * self.recorded["total_norm"]
+                scale = self._scale(lambda r, n=name: r["grad_norms"].get(n, 0.0), floor)
                 self.found.relative("gradient norms", where, mine, theirs, scale)
         for name, theirs in self.recorded["param_norms"].items():
             mine = self.trainer.param_norms[name]
@@ -264,7 +280,7 @@ class StepComparison:
 def _norm(value: Tensor | None) -> float | None:
     if value is None:
         return None
-    norm = torch.linalg.vector_norm(value.detach())
+    norm = torch.linalg.vector_norm(value.detach().double())  # of all shards
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
 
