@@ -81,9 +81,7 @@ class Learner:
 
     def pack(self, rollout: Rollout) -> Packed:
         """The rows of all samples of this rank as one batch on the host."""
-        rows = [
-            row for i in range(len(rollout.samples)) for row in self._rows(rollout, i)
-        ]
+        rows = [row for i in range(len(rollout.samples)) for row in self._rows(rollout, i)]
         dtype = torch.float32
         if not self.recipe.learner_timesteps_in_fp32:
             dtype = self.config.compute_dtype
@@ -149,13 +147,11 @@ class Learner:
 
     def _scoring(self, stage: Stage, packed: Packed) -> ImageScoring:
         sde = self.config.sde_refine if stage is Stage.REFINE else self.config.sde_generate
-        guidance: GuidanceConfig | None = self._guidance(stage)
-        rows = packed.noise_rows
-        if not (rows.text or rows.image):
-            guidance = None
-        elif stage is Stage.GENERATE and self.recipe.ignores_generate_guidance:
-            guidance = None
-        elif stage is Stage.REFINE and self.recipe.learner_renorm_edit is not None:
+        rows, guidance = packed.noise_rows, self._guidance(stage)
+        is_ignored = stage is Stage.GENERATE and self.recipe.ignores_generate_guidance
+        if is_ignored or not (rows.text or rows.image):
+            return ImageScoring(None, sde)
+        if stage is Stage.REFINE and self.recipe.learner_renorm_edit is not None:
             guidance = replace(guidance, renorm_type=self.recipe.learner_renorm_edit)
         return ImageScoring(guidance, sde)
 
@@ -166,7 +162,9 @@ class Learner:
             return self._generate_rows(rollout, index, noise, copies)
         return self._refine_rows(rollout, index, noise, copies)
 
-    def _generate_rows(self, rollout: Rollout, index: int, noise: tuple, copies: tuple) -> list[Row]:
+    def _generate_rows(
+        self, rollout: Rollout, index: int, noise: tuple, copies: tuple
+    ) -> list[Row]:
         system = (self._text(GENERATE_SYSTEM),) if self.config.think_in_generate else ()
         thought = self._thought(rollout, index)
         prompt = self._text(rollout.prompt.prompt)
@@ -175,7 +173,9 @@ class Learner:
             rows.append(Row(index, "cfg_text", (*system, *noise)))
         return rows
 
-    def _refine_rows(self, rollout: Rollout, index: int, noise: tuple, copies: tuple) -> list[Row]:
+    def _refine_rows(
+        self, rollout: Rollout, index: int, noise: tuple, copies: tuple
+    ) -> list[Row]:
         vae, vit = VaePart(rollout.condition), VitPart(rollout.condition)
         request = self._text(reflect_request(rollout.prompt.prompt))
         thought = self._thought(rollout, index)

@@ -1,6 +1,7 @@
 """The trainer: one RL step after another, each a sequence of phases."""
 
 import logging
+import time
 from dataclasses import dataclass, replace
 
 import torch
@@ -46,6 +47,8 @@ class StepReport:
     grad_norm: float
     learning_rate: float
     next_learning_rate: float
+    num_tokens: int
+    seconds: float
     phase_seconds: dict[str, float]
 
 
@@ -78,18 +81,18 @@ class Trainer:
     def run_step(self, step: int) -> StepReport:
         """One RL step: rollout, rewards, packing, forwards, loss, update."""
         self.timer.reset()
-        with self.timer.phase("step"):
-            rollout = self.roll_out(step, self.stage_of(step))
-            futures = self.submit_rewards(rollout)
-            with self.timer.phase("pack"):
-                packed = self.parts.learner.pack(rollout)
-            scored = self.forward(rollout, packed)
-            rewards = self.await_rewards(futures)
-            advantages = self.advantages(rollout, rewards)
-            loss = self.backward(scored, advantages)
-            grad_norm = self.update(step)
-            if rollout.stage is Stage.GENERATE:
-                self.fill_buffer(rollout, rewards)
+        start = time.perf_counter()
+        rollout = self.roll_out(step, self.stage_of(step))
+        futures = self.submit_rewards(rollout)
+        with self.timer.phase("pack"):
+            packed = self.parts.learner.pack(rollout)
+        scored = self.forward(rollout, packed)
+        rewards = self.await_rewards(futures)
+        advantages = self.advantages(rollout, rewards)
+        loss = self.backward(scored, advantages)
+        grad_norm = self.update(step)
+        if rollout.stage is Stage.GENERATE:
+            self.fill_buffer(rollout, rewards)
         optimizer = self.parts.optimizer
         return StepReport(
             step=step,
@@ -101,7 +104,9 @@ class Trainer:
             grad_norm=grad_norm,
             learning_rate=optimizer.learning_rate(step),
             next_learning_rate=optimizer.learning_rate(step + 1),
-            phase_seconds=self.timer.seconds(),
+            num_tokens=scored.num_tokens,
+            seconds=time.perf_counter() - start,
+            phase_seconds=self.timer.metrics(),
         )
 
     @torch.no_grad()

@@ -119,7 +119,9 @@ def cached_attention(q: Tensor, keys: Tensor, values: Tensor, read: CacheRead) -
 AttendForest = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def forest_attention(plan: SegmentPlan, device: torch.device, backend: str = "auto") -> AttendForest:
+def forest_attention(
+    plan: SegmentPlan, device: torch.device, backend: str = "auto"
+) -> AttendForest:
     """Prepares differentiable attention over a packed forest: ancestor-or-self, then own rule.
 
     Args:
