@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
+from modeling.bagel.bagel import Bagel
 from modeling.bagel.weights import (
     POSITION_TABLES,
     TensorInfo,
@@ -219,6 +220,19 @@ def test_plain_load_equals_the_file():
     for name, param in module.named_parameters():
         assert param.dtype == torch.float32
         assert torch.equal(param, tensors[name].float()), name
+
+
+def test_model_of_the_config_takes_the_whole_file():
+    with torch.device("meta"):
+        model = Bagel(read_bagel_config(TINY))
+    report = check_header(read_header(WEIGHTS), parameter_shapes(model))
+    assert (len(report.loaded), report.missing, report.unexpected) == (109, (), ())
+    model.to_empty(device="cpu")
+    load_sharded(model, WEIGHTS, report)
+    fill_sharded(model, model.position_tables())
+    for name, tensor in load_file(WEIGHTS).items():
+        tolerance = 2**-8 if name in POSITION_TABLES else 0.0  # stored in bf16, rebuilt in fp32
+        assert (model.get_parameter(name) - tensor.float()).abs().max() <= tolerance, name
 
 
 def test_filling_refuses_strange_names_and_shapes():
