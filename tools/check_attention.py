@@ -1,0 +1,131 @@
+"""Holds the GPU's attention backends against dense fp32 references, forward and backward.
+
+    python -m tools.check_attention --json OUT.json
+
+Rule: a backend's error against fp32 is at most twice that of dense attention in bf16.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from modeling.bagel.attention import (
+    cache_read,
+    cached_attention,
+    forest_attention,
+    varlen_attention,
+)
+from modeling.bagel.layout import ROOT, ForestBuilder, SegmentKind, SegmentPlan
+
+HEADS, KV_HEADS, HEAD_SIZE = 28, 4, 128
+VIT_HEADS, VIT_HEAD_SIZE = 16, 72
+SLACK = 1e-4
+
+
+def relative_error(out: Tensor, reference: Tensor) -> float:
+    return ((out.float() - reference).norm() / reference.norm()).item()
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cuda")
+
+
+def verdict(name: str, error: float, plain: float) -> dict:
+    passed = error <= 2 * plain + SLACK
+    print(f"{name:<36} error {error:.2e}  bf16 dense {plain:.2e}  {'ok' if passed else 'FAILED'}")
+    return {"name": name, "error": error, "plain_bf16": plain, "passed": passed}
+
+
+def check_varlen(causal: bool, heads: int, kv_heads: int, size: int) -> dict:
+    lengths = [1, 100, 1296, 63]
+    q = draw(sum(lengths), heads, size, seed=0)
+    k, v = (draw(sum(lengths), kv_heads, size, seed=i) for i in (1, 2))
+    reference = varlen_attention(q, k, v, lengths, causal)
+    half = [x.bfloat16() for x in (q, k, v)]
+    out = varlen_attention(*half, lengths, causal)
+    plain = varlen_attention(*(x.float() for x in half), lengths, causal).bfloat16()
+    name = f"varlen causal={causal} heads={heads}/{kv_heads}x{size}"
+    return verdict(name, relative_error(out, reference), relative_error(plain, reference))
+
+
+def check_cached(causal: bool, query_lengths: list[int]) -> dict:
+    capacity, key_lengths, rows = 600, [512, 37 + query_lengths[1], 600], [2, 0, 1]
+    q = draw(sum(query_lengths), HEADS, HEAD_SIZE, seed=3)
+    keys, values = (draw(3, capacity, KV_HEADS, HEAD_SIZE, seed=i) for i in (4, 5))
+    read = cache_read(rows, query_lengths, key_lengths, capacity, causal, q.device)
+    reference = cached_attention(q, keys, values, read)
+    half = [x.bfloat16() for x in (q, keys, values)]
+    out = cached_attention(*half, read)
+    plain = cached_attention(*(x.float() for x in half), read).bfloat16()
+    name = f"cached causal={causal} queries={query_lengths}"
+    return verdict(name, relative_error(out, reference), relative_error(plain, reference))
+
+
+def forest() -> SegmentPlan:
+    """Rows as a refine step has them, at half size, and a shared prefix."""
+    builder = ForestBuilder()
+    for _ in range(2):
+        system = builder.add(SegmentKind.TEXT, 57, ROOT)
+        image = builder.add(SegmentKind.IMAGE, 326, system)
+        for _ in range(2):
+            thought = builder.add(SegmentKind.TEXT, 101, image)
+            builder.add(SegmentKind.TEXT, 128 - 101, thought)
+        builder.add(SegmentKind.NOISE, 258, image)
+    return builder.finish()
+
+
+def grads(attend: Callable, inputs: list[Tensor], weight: Tensor) -> list[Tensor]:
+    leaves = [x.detach().clone().requires_grad_(True) for x in inputs]
+    out = attend(*leaves)
+    (out * weight.to(out.dtype)).sum().backward()
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def check_forest() -> list[dict]:
+    plan, device = forest(), torch.device("cuda")
+    tokens = plan.num_tokens
+    inputs = [draw(tokens, HEADS, HEAD_SIZE, seed=6)]
+    inputs += [draw(tokens, KV_HEADS, HEAD_SIZE, seed=i) for i in (7, 8)]
+    weight = draw(tokens, HEADS, HEAD_SIZE, seed=9)
+    half = [x.bfloat16() for x in inputs]
+    dense = forest_attention(plan, device, "dense")
+    reference = grads(dense, inputs, weight)
+    plain = grads(dense, half, weight)
+    flex = forest_attention(plan, device, "flex")
+    out = grads(flex, half, weight)
+    again = grads(flex, half, weight)
+    results = [
+        verdict(f"flex forest {name}", relative_error(o, r), relative_error(p, r))
+        for name, o, p, r in zip(("out", "dq", "dk", "dv"), out, plain, reference, strict=True)
+    ]
+    same = all(torch.equal(a, b) for a, b in zip(out, again, strict=True))
+    print(f"flex forest, run twice: {'bit-identical' if same else 'DIFFERS'}")
+    results.append({"name": "flex forest repeats bit for bit", "passed": same})
+    return results
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("error: no GPU: the CPU's backends are covered by the tests", file=sys.stderr)
+        return 2
+    results = [check_varlen(causal, HEADS, KV_HEADS, HEAD_SIZE) for causal in (False, True)]
+    results.append(check_varlen(False, VIT_HEADS, VIT_HEADS, VIT_HEAD_SIZE))
+    for causal in (False, True):
+        results += [check_cached(causal, [1, 1, 1]), check_cached(causal, [100, 3, 258])]
+    results += check_forest()
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+    return 0 if all(result["passed"] for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
