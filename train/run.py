@@ -13,7 +13,7 @@ from train.checkpoint import (
 )
 from train.config import TrainConfig
 from train.dist import ProcessContext, gather_in_policy_group
-from train.evaluation import Evaluator
+from train.evaluation import EvaluationReport, Evaluator
 from train.metrics import MetricsLogger, PhaseTimer, read_metrics
 from train.progress import Progress
 from train.reports import write_report
@@ -67,10 +67,10 @@ class Run:
 
     def _step(self, step: int) -> None:
         schedule = self.config.schedule
-        values = {}
+        evaluation = None
         if schedule.eval_freq and step % schedule.eval_freq == 0:
             self.progress.begin_step(step, "evaluate")
-            values = self.evaluator.run(step)
+            evaluation = self.evaluator.run(step)
         before = self.parts.streams.state()
         self.progress.begin_step(step, self.trainer.stage_of(step).value)
         try:
@@ -80,13 +80,15 @@ class Run:
             self._save(step)
             logger.error("step %d was given up; a checkpoint starts with it again", step)
             raise
-        self._record(report, values)
+        self._record(report, evaluation)
         done, every = step + 1, schedule.save_every
         if every and (done % every == 0 or done == schedule.total_steps):
             self._save(done)
 
-    def _record(self, report: StepReport, values: dict) -> None:
-        values = {**step_metrics(report, self.context), **values}
+    def _record(self, report: StepReport, evaluation: EvaluationReport | None) -> None:
+        values = step_metrics(report, self.context)
+        if evaluation is not None:
+            values |= evaluation.metrics
         self.metrics.log_step(report.step, values)
         self.progress.finish_step(values)
         every = self.config.report.rollout_vis_step
@@ -95,6 +97,7 @@ class Run:
         gathered = gather_in_policy_group(self.context, report_cards(report))
         if self.context.is_main:
             cards = [card for cards in gathered for card in cards]
+            cards += evaluation.cards if evaluation is not None else []
             rows = read_metrics(self.run_dir)
             write_report(self.run_dir, report.step, report.rollout.stage.value, cards, rows)
 
