@@ -5,54 +5,24 @@ import logging
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from tools.reward_service.exchange import (
+    MAX_BODY_BYTES,
+    READ_TIMEOUT_S,
+    Counters,
+    Refusal,
+    form_of,
+    read_request,
+)
 from tools.reward_service.scoring import decode_picture, score_picture, tag_of
-from train.reward_wire import CONTENT_TYPES, FORMATS, decode_request, encode_answer
+from train.reward_wire import CONTENT_TYPES, FORMATS, encode_answer
 
-MAX_BODY_BYTES = 64 << 20
-MAX_IMAGES = 256
-READ_TIMEOUT_S = 30.0
 # Pictures are decoded in this many requests at a time, so that a burst does not fill the memory.
 MAX_SCORING = 4
 ABOUT = "toy service: judges the colours that a prompt asks for, nothing else"
 
 logger = logging.getLogger("faster_r3")
-
-
-class Refusal(Exception):
-    """A request that is answered with a 4xx status; the connection closes if its body is unread."""
-
-    def __init__(self, status: int, message: str, is_body_read: bool = True) -> None:
-        super().__init__(message)
-        self.status = status
-        self.is_body_read = is_body_read
-
-
-@dataclass
-class Counters:
-    """What /metrics shows."""
-
-    started: float = field(default_factory=time.monotonic)
-    by_status: dict[int, int] = field(default_factory=dict)
-    num_images: int = 0
-    scoring_s: float = 0.0
-    num_hang_ups: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def text(self) -> str:
-        """The counters in the Prometheus text format."""
-        with self.lock:
-            lines = [
-                f'reward_requests_total{{status="{status}"}} {count}'
-                for status, count in sorted(self.by_status.items())
-            ]
-            lines.append(f"reward_images_total {self.num_images}")
-            lines.append(f"reward_scoring_seconds_total {self.scoring_s:.6f}")
-            lines.append(f"reward_client_hang_ups_total {self.num_hang_ups}")
-            lines.append(f"reward_uptime_seconds {time.monotonic() - self.started:.3f}")
-        return "\n".join(lines) + "\n"
 
 
 class RewardServer(ThreadingHTTPServer):
@@ -104,7 +74,7 @@ class RewardHandler(BaseHTTPRequestHandler):
             body = self._read_body()
             if self.path.partition("?")[0] != "/":
                 raise Refusal(404, "pictures are scored at /")
-            form = self._form()
+            form = form_of(self.headers.get("Content-Type"))
             answer = self._score(body, form)
         except Refusal as refusal:
             self._refuse(refusal)
@@ -135,23 +105,8 @@ class RewardHandler(BaseHTTPRequestHandler):
             raise Refusal(400, f"body ends after {len(body)} of {length} bytes", False)
         return body
 
-    def _form(self) -> str:
-        """The form of a body by its type; the public client sends a pickle without any."""
-        kind = self.headers.get("Content-Type", "application/octet-stream")
-        kind = kind.partition(";")[0].strip().lower()
-        for form, content_type in CONTENT_TYPES.items():
-            if kind == content_type:
-                return form
-        allowed = ", ".join(CONTENT_TYPES.values())
-        raise Refusal(415, f"content type {kind[:80]!r} is not one of {allowed}")
-
     def _score(self, body: bytes, form: str) -> bytes:
-        try:
-            request = decode_request(body, form)
-        except ValueError as error:
-            raise Refusal(400, f"bad request: {error}") from error
-        if len(request.images) > MAX_IMAGES:
-            raise Refusal(413, f"{len(request.images)} images, at most {MAX_IMAGES}")
+        request = read_request(body, form)
         scores, tags = [], []
         start = time.monotonic()
         with self.server.scoring_slots:
@@ -163,21 +118,16 @@ class RewardHandler(BaseHTTPRequestHandler):
                     scores.append(score_picture(decode_picture(data), metadata))
                 except ValueError as error:
                     raise Refusal(400, f"image {index}: {error}") from error
-        with self.server.counters.lock:
-            self.server.counters.num_images += len(scores)
-            self.server.counters.scoring_s += time.monotonic() - start
+        self.server.counters.count_scored(len(scores), time.monotonic() - start)
         return encode_answer(scores, tags, form)
 
     def _refuse(self, refusal: Refusal) -> None:
         if not refusal.is_body_read:
             self.close_connection = True
-        body = json.dumps({"error": str(refusal)}).encode("utf-8")
-        self._answer(refusal.status, "application/json", body)
+        self._answer(refusal.status, "application/json", refusal.body())
 
     def _answer(self, status: int, content_type: str, body: bytes) -> None:
-        counters = self.server.counters
-        with counters.lock:
-            counters.by_status[status] = counters.by_status.get(status, 0) + 1
+        self.server.counters.count_answer(status)
         self.send_response(status)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
