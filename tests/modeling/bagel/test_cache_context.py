@@ -1,0 +1,164 @@
+"""Cached contexts: growing in pieces, image segments, the overlay, and the noise segment."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from modeling.bagel.config import ImageSize
+from modeling.bagel.context import Contexts
+from tests.tiny import condition_image, contexts, special_tokens
+
+TOKENS = [5, 77, 300, 12, 9, 41, 250]
+VIT_TOKENS, VAE_TOKENS = 15 + 2, 6 + 2
+
+
+def entries(grown: Contexts, row: int, start: int, end: int) -> Tensor:
+    """Keys and values of all layers at some positions of a row."""
+    return torch.stack([x[row, start:end] for x in (*grown.cache.keys, *grown.cache.values)])
+
+
+def assert_near(mine: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_prefill_in_pieces_equals_one_pass():
+    whole, pieces = contexts(1), contexts(1)
+    hidden = whole.feed_text([0], [TOKENS])
+    parts = [pieces.feed_text([0], [run]) for run in (TOKENS[:3], TOKENS[3:4], TOKENS[4:])]
+    assert_near(torch.cat(parts), hidden)
+    assert_near(entries(pieces, 0, 0, 7), entries(whole, 0, 0, 7))
+    assert pieces.cache.lengths == pieces.cache.next_rope == [7]
+
+
+def test_rows_of_unequal_length_do_not_see_each_other():
+    together = contexts(3)
+    hidden = together.feed_text([0, 2], [TOKENS, TOKENS[:2]]).split([7, 2])
+    hidden2 = together.feed_text([2, 1], [TOKENS[2:], TOKENS[:4]]).split([5, 4])
+    for got, tokens in ((hidden[0], TOKENS), (hidden2[1], TOKENS[:4])):
+        assert_near(got, contexts(1).feed_text([0], [tokens]))
+    assert_near(hidden2[0], hidden[0][2:])  # row 2, fed in two calls
+    assert together.cache.lengths == together.cache.next_rope == [7, 4, 7]
+
+
+def test_text_segments_carry_their_markers():
+    special = special_tokens()
+    marked, raw = contexts(1), contexts(1)
+    marked.add_text([TOKENS])
+    raw.feed_text([0], [[special.bos, *TOKENS, special.eos]])
+    assert marked.cache.lengths == [9]
+    assert torch.equal(entries(marked, 0, 0, 9), entries(raw, 0, 0, 9))
+
+
+def test_image_segments_append_one_after_the_other():
+    grown = contexts(2)
+    images = [condition_image(0), condition_image(1)]
+    grown.add_image(images, overlay=False)
+    assert grown.cache.lengths == [VAE_TOKENS + VIT_TOKENS] * 2
+    assert grown.cache.next_rope == [2, 2]
+    grown.add_vit(images)
+    assert grown.cache.lengths == [VAE_TOKENS + 2 * VIT_TOKENS] * 2
+    assert grown.cache.next_rope == [3, 3]
+    alone = contexts(1)
+    alone.add_image(images[1:], overlay=False)
+    end = VAE_TOKENS + VIT_TOKENS
+    assert_near(entries(alone, 0, 0, end), entries(grown, 1, 0, end))
+    assert not torch.allclose(entries(grown, 0, 0, end), entries(grown, 1, 0, end), atol=1e-2)
+
+
+def test_overlay_loses_the_latents_and_attends_zeros_instead():
+    image, overlaid = condition_image(), contexts(1)
+    overlaid.add_image([image], overlay=True)
+    assert overlaid.cache.lengths == [VAE_TOKENS + VIT_TOKENS]
+    assert overlaid.cache.next_rope == [2]
+    # The encoder segment saw itself alone, on RoPE id 1.
+    alone = contexts(1)
+    alone.cache.next_rope[0] = 1
+    alone.add_vit([image])
+    assert_near(entries(overlaid, 0, 0, VIT_TOKENS), entries(alone, 0, 0, VIT_TOKENS))
+    behind = entries(overlaid, 0, VIT_TOKENS, VIT_TOKENS + VAE_TOKENS)
+    assert torch.equal(behind, torch.zeros_like(behind))
+
+
+def test_overlaid_zeros_are_attended():
+    image, overlaid, shorter = condition_image(), contexts(1), contexts(1)
+    for grown in (overlaid, shorter):
+        grown.add_image([image], overlay=True)
+    shorter.cache.lengths[0] -= VAE_TOKENS
+    with_zeros, without = (grown.feed_text([0], [TOKENS]) for grown in (overlaid, shorter))
+    assert (with_zeros - without).abs().max() > 1e-2
+
+
+def test_appended_encoder_segment_sees_the_latents():
+    image, appended, alone = condition_image(), contexts(1), contexts(1)
+    appended.add_image([image], overlay=False)
+    alone.cache.next_rope[0] = 1
+    alone.add_vit([image])
+    mine = entries(appended, 0, VAE_TOKENS, VAE_TOKENS + VIT_TOKENS)
+    theirs = entries(alone, 0, 0, VIT_TOKENS)
+    assert_near(mine[0], theirs[0])  # keys of the first layer do not depend on attention
+    assert (mine[1] - theirs[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_a_full_row_refuses_more(order):
+    grown = contexts(2, capacity=8)
+    grown.feed_text([0], [TOKENS])
+    with pytest.raises(ValueError, match="cache row 0 holds 7 of 8 positions, 2 more do not fit"):
+        grown.feed_text(order, [[1, 2], [1, 2]])
+    assert grown.cache.lengths == [7, 0]  # a refused append moves nothing
+    grown.feed_text([0], [[3]])
+    assert grown.cache.lengths == [8, 0]
+
+
+class TestNoise:
+    GRID = ImageSize(2, 3)
+
+    def velocity(self, grown: Contexts, x: Tensor, t: float) -> Tensor:
+        plan = grown.plan_noise(self.GRID)
+        return grown.noise_velocity(plan, x, torch.full((x.shape[0] * 6,), t))
+
+    def latents(self, seed: int) -> Tensor:
+        return torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(seed))
+
+    def prompted(self) -> Contexts:
+        grown = contexts(2)
+        grown.feed_text([0, 1], [TOKENS, TOKENS[:3]])
+        return grown
+
+    def test_each_forward_overwrites_the_last(self):
+        grown = self.prompted()
+        plan = grown.plan_noise(self.GRID)
+        times = torch.full((12,), 0.7)
+        grown.noise_velocity(plan, self.latents(0), times)
+        again = grown.noise_velocity(plan, self.latents(1), times)
+        assert torch.equal(again, self.velocity(self.prompted(), self.latents(1), 0.7))
+        assert grown.cache.lengths == grown.cache.next_rope == [7, 3]
+
+    def test_text_behind_it_does_not_see_it(self):
+        grown, plain = self.prompted(), self.prompted()
+        self.velocity(grown, self.latents(0), 0.7)
+        runs = [TOKENS[:2], TOKENS]
+        assert torch.equal(grown.feed_text([0, 1], runs), plain.feed_text([0, 1], runs))
+
+    def test_it_depends_on_context_latents_and_time(self):
+        base = self.velocity(self.prompted(), self.latents(0), 0.7)
+        assert base.shape == (2, 6, 64)
+        others = {
+            "context": self.velocity(contexts(2), self.latents(0), 0.7),
+            "latents": self.velocity(self.prompted(), self.latents(1), 0.7),
+            "time": self.velocity(self.prompted(), self.latents(0), 0.2),
+        }
+        for what, other in others.items():
+            assert (base - other).abs().amax(dim=(1, 2)).min() > 1e-3, what
+
+    def test_every_token_sees_every_other(self):
+        x = self.latents(0)
+        changed = x.clone()
+        changed[0, 5] += 1
+        base, moved = (self.velocity(self.prompted(), a, 0.7) for a in (x, changed))
+        assert (base - moved)[0, 0].abs().max() > 1e-5  # an earlier token of the same sample
+        assert torch.equal(base[1], moved[1])  # no token of another sample
+
+    def test_grids_beyond_the_position_table_are_refused(self):
+        with pytest.raises(ValueError, match="exceeds the position table of side 8"):
+            contexts(1).plan_noise(ImageSize(9, 2))

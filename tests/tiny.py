@@ -1,0 +1,93 @@
+"""The tiny checkpoint and what tests of the core build from it."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from modeling.bagel.bagel import Bagel
+from modeling.bagel.cache import KvCache
+from modeling.bagel.config import ImageSize
+from modeling.bagel.context import ConditionImage, Contexts, SpecialTokens
+from modeling.bagel.qwen2_navit import QkRounding
+from modeling.bagel.tokenizer import BagelTokenizer, load_tokenizer
+from modeling.bagel.weights import (
+    check_header,
+    fill_sharded,
+    load_sharded,
+    parameter_shapes,
+    read_bagel_config,
+    read_header,
+)
+from tools.replay_trace.trace import Trace
+from train.config import TrainConfig
+
+PARITY = Path(__file__).parent / "parity"
+CHECKPOINT = PARITY / "tiny_bagel"
+CPU = torch.device("cpu")
+
+
+@cache
+def tiny_model() -> Bagel:
+    """The tiny model in fp32 without gradients; shared, so nobody may change it."""
+    model = Bagel(read_bagel_config(CHECKPOINT))
+    file = CHECKPOINT / "ema.safetensors"
+    load_sharded(model, file, check_header(read_header(file), parameter_shapes(model)))
+    fill_sharded(model, model.position_tables())
+    return model.eval().requires_grad_(False)
+
+
+@cache
+def tiny_tokenizer() -> BagelTokenizer:
+    return load_tokenizer(CHECKPOINT)
+
+
+def special_tokens() -> SpecialTokens:
+    tokenizer = tiny_tokenizer()
+    return SpecialTokens(
+        tokenizer.bos, tokenizer.eos, tokenizer.vision_start, tokenizer.vision_end
+    )
+
+
+@cache
+def units() -> dict[str, Tensor]:
+    """Golden values of single operations."""
+    return load_file(PARITY / "units.safetensors")
+
+
+@cache
+def units_json() -> dict:
+    return json.loads((PARITY / "units.json").read_text(encoding="utf-8"))
+
+
+@cache
+def trace(name: str) -> Trace:
+    return Trace(PARITY / name)
+
+
+def tiny_config(trace_name: str, **flags: object) -> TrainConfig:
+    """The settings of a recorded run on the tiny checkpoint, with some flags changed."""
+    return trace(trace_name).train_config(CHECKPOINT).replace(**flags)
+
+
+def contexts(rows: int, capacity: int = 96, rounding: QkRounding | None = None) -> Contexts:
+    """Empty contexts of the tiny model."""
+    cache = KvCache(tiny_model().config.llm, rows, capacity, CPU, torch.float32)
+    return Contexts(tiny_model(), cache, special_tokens(), rounding or QkRounding())
+
+
+def condition_image(seed: int = 0) -> ConditionImage:
+    """A made-up picture as the model reads it: 3 x 5 encoder patches, 2 x 3 latent tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    vit_grid, latent_grid = ImageSize(3, 5), ImageSize(2, 3)
+    patches = torch.rand(15, 588, generator=generator) * 2 - 1
+    return ConditionImage(
+        vit_patches=patches,
+        vit_features=tiny_model().encode_vit(patches, vit_grid),
+        vit_grid=vit_grid,
+        latents=torch.randn(6, 64, generator=generator),
+        latent_grid=latent_grid,
+    )
