@@ -128,7 +128,8 @@ def policy_loss(
     after = targets.after.float()
     log_prob = sde_log_prob(after, policy.step_mean, policy.step_std)
     image_log_ratio = log_prob.mean(-1) - targets.behaviour_log_prob.mean(-1)
-    image_advantages = advantages.image.to(image_log_ratio.device)
+    # A flow without a stochastic step trains no image, though its pictures have advantages.
+    image_advantages = advantages.image.to(image_log_ratio.device)[: image_log_ratio.numel()]
     image_policy = _clipped(
         image_log_ratio, image_advantages, config.clip_ratio, image_log_ratio.numel()
     )

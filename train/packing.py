@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from modeling.bagel.batch import PackedBatch
-from modeling.bagel.config import ImageSize
+from modeling.bagel.config import LATENT_CHANNELS, LATENT_PATCH, ImageSize
 from modeling.bagel.context import ConditionImage, SpecialTokens
 from modeling.bagel.images import position_ids
 from modeling.bagel.layout import ROOT, ForestBuilder, Segment, SegmentKind
 
 ROW_MULTIPLE = 128
+LATENT_SIZE = LATENT_PATCH * LATENT_PATCH * LATENT_CHANNELS
 BRANCHES = ("cond", "cfg_text", "cfg_img")
 
 
@@ -218,8 +219,8 @@ def _tensors(
         vit_features=torch.cat(seen.vit_features) if seen.vit_features else torch.zeros(0, 0),
         vit_position_ids=_concat_ints(seen.vit_positions),
         vit_index=_ints(seen.vit_index),
-        latents=torch.cat(seen.latents),
-        timesteps=torch.cat(seen.timesteps).to(timestep_dtype).float(),
+        latents=torch.cat(seen.latents) if seen.latents else torch.zeros(0, LATENT_SIZE),
+        timesteps=torch.cat([torch.zeros(0), *seen.timesteps]).to(timestep_dtype).float(),
         latent_position_ids=_concat_ints(seen.latent_positions),
         latent_index=_ints(seen.latent_index),
         label_index=_ints(seen.label_index),

@@ -83,10 +83,12 @@ class Bagel(nn.Module):
         experts = batch.experts()
         parts = [self.embed_text(batch.text_ids)]
         # Without pictures the connector must stay out of the graph: a zero gradient would still
-        # let Adam move it, and a generate step trains no connector.
+        # let Adam move it, and a generate step trains no connector. Likewise without latents.
         if batch.vit_index.numel():
             parts.append(self.embed_vit(batch.vit_features, batch.vit_position_ids))
-        parts.append(self.embed_latents(batch.latents, batch.timesteps, batch.latent_position_ids))
+        if batch.latent_index.numel():
+            positions = batch.latent_position_ids
+            parts.append(self.embed_latents(batch.latents, batch.timesteps, positions))
         x = torch.cat(parts)
         rotary = self.decoder.rotary(batch.rope_ids, experts, rounding)
         for layer in self.decoder.layers:
