@@ -135,19 +135,22 @@ def check_launch(processes: ProcessConfig, launch: LaunchInfo) -> None:
             )
 
 
-def choose_device(device: str, local_rank: int) -> torch.device:
-    """The device of this rank for --device auto|cpu|cuda. Raises ConfigError if it is not there."""
+def choose_device(device: str, launch: LaunchInfo) -> torch.device:
+    """The device of this rank for --device auto|cpu|cuda.
+
+    Raises ConfigError if this machine has too few GPUs, on all of its ranks alike.
+    """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cpu" or (device == "auto" and num_gpus == 0):
         return torch.device("cpu")
     if num_gpus == 0:
         raise ConfigError("--device cuda: no GPU is visible (allowed: auto, cpu)")
-    if local_rank >= num_gpus:
+    if launch.local_world_size > num_gpus:
         raise ConfigError(
-            f"--nproc_per_node: local rank {local_rank} has no GPU, {num_gpus} visible on this "
-            "machine"
+            f"--nproc_per_node {launch.local_world_size}: {num_gpus} GPUs are visible on this "
+            f"machine, expected at most {num_gpus} ranks (or --device cpu)"
         )
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", launch.local_rank)
 
 
 def start_processes(
@@ -161,7 +164,7 @@ def start_processes(
     check_launch(processes, launch)
     check_world(launch.world_size, processes.num_shard, policy_group_size)
     set_environment_defaults()
-    device = choose_device(processes.device, launch.local_rank)
+    device = choose_device(processes.device, launch)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=processes.process_group_timeout_s)

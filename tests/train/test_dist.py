@@ -86,14 +86,18 @@ def test_worlds_that_divide_pass():
 def test_device_is_the_local_gpu_if_there_is_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert choose_device("auto", 1) == torch.device("cuda", 1)
-    assert choose_device("cpu", 1) == torch.device("cpu")
-    with pytest.raises(ConfigError, match="local rank 2 has no GPU, 2 visible"):
-        choose_device("cuda", 2)
+    launch = LaunchInfo(rank=3, world_size=4, local_rank=1, local_world_size=2)
+    assert choose_device("auto", launch) == torch.device("cuda", 1)
+    assert choose_device("cpu", launch) == torch.device("cpu")
+    for local_rank in range(3):  # all ranks refuse alike, so that the first one can say it
+        crowded = LaunchInfo(local_rank, 3, local_rank, 3)
+        with pytest.raises(ConfigError, match="--nproc_per_node 3: 2 GPUs are visible"):
+            choose_device("cuda", crowded)
+        assert choose_device("cpu", crowded) == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert choose_device("auto", 0) == torch.device("cpu")
+    assert choose_device("auto", launch) == torch.device("cpu")
     with pytest.raises(ConfigError, match="--device cuda: no GPU"):
-        choose_device("cuda", 0)
+        choose_device("cuda", launch)
 
 
 def test_wandb_is_offline_unless_the_user_says_otherwise():
