@@ -196,8 +196,17 @@ export OMP_NUM_THREADS
 
 CONSOLE_LOG="$RUN_DIR/console.log"
 ((NODE_RANK == 0)) || CONSOLE_LOG="$RUN_DIR/console_node$NODE_RANK.log"
+touch "$CONSOLE_LOG" # a resumed run appends
+old_bytes="$(stat -c %s "$CONSOLE_LOG")"
 # pipefail keeps torchrun's exit status; `tee -i` outlives a Ctrl-C, so the last lines are kept.
+status=0
 {
   print_command "${command[@]}"
   "${command[@]}"
-} 2>&1 | tee -i -a "$CONSOLE_LOG"
+} 2>&1 | tee -i -a "$CONSOLE_LOG" || status=$?
+if ((status != 0)); then
+  # torchrun ends with a traceback of its own; the trainer's first error is what matters.
+  error="$(tail -c "+$((old_bytes + 1))" "$CONSOLE_LOG" | grep -m 1 '^error: ' || true)"
+  echo "${error:-error: torchrun ended with status $status}" | tee -a "$CONSOLE_LOG" >&2
+fi
+exit "$status"

@@ -21,6 +21,8 @@ STUB = """#!/usr/bin/env bash
 printf 'ARG<%s>\\n' "$@"
 echo "ENV<$WANDB_MODE|$OMP_NUM_THREADS|$PYTHONPATH|$REWARD_API_KEY>"
 echo "to stderr" >&2
+[[ -z "${STUB_ERROR:-}" ]] || printf 'error: %s\\n' "$STUB_ERROR" "a later one" >&2
+[[ -z "${STUB_STATUS:-}" ]] || echo "a long traceback" >&2
 exit "${STUB_STATUS:-0}"
 """
 
@@ -116,6 +118,18 @@ def test_output_goes_to_the_terminal_and_to_the_run_folder(launch):
 @pytest.mark.parametrize("status", ["1", "3"])
 def test_exit_status_of_torchrun_is_kept(launch, status):
     assert launch(MODEL_PATH="/m", STUB_STATUS=status).returncode == int(status)
+
+
+def test_first_error_of_the_trainer_is_the_last_line(launch):
+    run = {"MODEL_PATH": "/m", "EXP_NAME": "e"}
+    launch(**run, STUB_STATUS="1", STUB_ERROR="of an earlier run")
+    done = launch(**run, STUB_STATUS="1", STUB_ERROR="--lr 'fast': expected a number")
+    log = (launch.folder / "output" / "R3" / "e" / "console.log").read_text()
+    line = "error: --lr 'fast': expected a number"
+    assert done.stderr.splitlines()[-1] == log.splitlines()[-1] == line
+    done = launch(**run, STUB_STATUS="4")
+    assert done.stderr.splitlines()[-1] == "error: torchrun ended with status 4"
+    assert launch(**run).stderr == ""
 
 
 def test_validation_prompts_default_to_the_first_eight(launch):
