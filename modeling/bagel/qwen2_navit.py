@@ -27,7 +27,7 @@ class ExpertOrder:
     """How packed tokens split between the experts.
 
     `order` (int64 [S]) lists document positions in expert order, `inverse` undoes it. Both are
-    None when every token is und, which is then document order already.
+    None for tokens that are all und and in document order already.
     """
 
     num_und: int
@@ -37,9 +37,7 @@ class ExpertOrder:
 
     @staticmethod
     def from_positions(und: Tensor, gen: Tensor) -> "ExpertOrder":
-        """und, gen: int64 document positions that together cover every token once."""
-        if gen.numel() == 0:
-            return ExpertOrder(und.numel(), 0, None, None)
+        """und, gen: int64 document positions, in any order, that cover every token once."""
         order = torch.cat((und, gen))
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.numel(), device=order.device)

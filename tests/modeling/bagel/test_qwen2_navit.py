@@ -74,10 +74,18 @@ def test_expert_order_applies_each_expert_to_its_tokens():
     assert out.tolist() == [2, 2, 3, 3, 3, 2, 2, 3, 2]
 
 
-def test_expert_order_without_gen_tokens_is_document_order():
-    experts = ExpertOrder.from_positions(torch.arange(4), torch.tensor([], dtype=torch.int64))
-    assert experts == ExpertOrder(4, 0, None, None)
-    x = torch.randn(4)
+def test_expert_order_keeps_the_order_of_und_tokens_without_gen_tokens():
+    # As in a packed batch of text and pictures to read, which lists all text first.
+    und, none = torch.tensor([0, 3, 1, 2]), torch.zeros(0, dtype=torch.int64)
+    experts, x = ExpertOrder.from_positions(und, none), torch.arange(4) * 10
+    assert (experts.num_und, experts.num_gen) == (4, 0)
+    assert experts.to_expert(x).tolist() == [0, 30, 10, 20]
+    assert torch.equal(experts.to_document(experts.to_expert(x)), x)
+    assert experts.apply(x, lambda a: a + 1, None).tolist() == (x + 1).tolist()
+
+
+def test_expert_order_of_und_tokens_in_document_order_moves_nothing():
+    experts, x = ExpertOrder(4, 0, None, None), torch.randn(4)
     assert experts.to_document(x) is x
     assert experts.to_expert(x) is x
     assert experts.apply(x, lambda a: a + 1, None).tolist() == (x + 1).tolist()
