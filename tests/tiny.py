@@ -1,6 +1,8 @@
 """The tiny checkpoint and what tests of the core build from it."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -24,6 +26,8 @@ from modeling.bagel.weights import (
 )
 from tools.replay_trace.trace import Trace
 from train.config import TrainConfig
+from train.dist import LaunchInfo, ProcessContext, start_processes, stop_processes
+from train.settings import ProcessConfig
 
 PARITY = Path(__file__).parent / "parity"
 CHECKPOINT = PARITY / "tiny_bagel"
@@ -91,3 +95,14 @@ def condition_image(seed: int = 0) -> ConditionImage:
         latents=torch.randn(6, 64, generator=generator),
         latent_grid=latent_grid,
     )
+
+
+@contextmanager
+def one_rank() -> Iterator[ProcessContext]:
+    """A world of one on the CPU, for as long as the block lasts."""
+    processes = ProcessConfig(num_shard=1, device="cpu", process_group_timeout_s=60.0)
+    context = start_processes(processes, 1, LaunchInfo())
+    try:
+        yield context
+    finally:
+        stop_processes()

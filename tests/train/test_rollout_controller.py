@@ -1,0 +1,247 @@
+"""Rollouts on the tiny model: what each stage puts into its contexts and makes of its text."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data.geneval import GenevalPrompt, parse_prompt
+from modeling.autoencoder import load_autoencoder
+from modeling.bagel.context import Contexts
+from modeling.bagel.images import patchify
+from modeling.bagel.text_decode import DecodedText
+from modeling.bagel.weights import read_bagel_config
+from tests.tiny import CHECKPOINT, CPU, tiny_config, tiny_model, tiny_tokenizer
+from train import rollout_controller
+from train.assembly import rollout_config
+from train.interface_strings import GENERATE_SYSTEM, REFLECT_SYSTEM, reflect_request
+from train.metrics import PhaseTimer
+from train.recipe import recipe_named
+from train.rollout_controller import RolloutController, StepDraws, edit_operation, flow_trace
+
+
+def controller(recipe: str = "consistent", **flags: object) -> RolloutController:
+    config = tiny_config("trace_consistent", num_timesteps_gen=3, num_timesteps_edit=3, **flags)
+    recipe = recipe_named(recipe)
+    return RolloutController(
+        tiny_model(),
+        load_autoencoder(CHECKPOINT, CPU),
+        tiny_tokenizer(),
+        rollout_config(config, read_bagel_config(CHECKPOINT), recipe),
+        recipe,
+        PhaseTimer(),
+    )
+
+
+def draws(sde_index: int | None = 1, tokens: int = 16) -> StepDraws:
+    text, flow, noise = (torch.Generator().manual_seed(seed) for seed in (1, 2, 3))
+    return StepDraws(torch.randn(tokens, 64, generator=noise), sde_index, text, flow)
+
+
+def prompt(words: str) -> GenevalPrompt:
+    include = [{"class": "cat", "count": 1}]
+    return parse_prompt({"tag": "colors", "include": include, "prompt": words}, "test")
+
+
+def picture(seed: int = 0, width: int = 64, height: int = 64) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def pixels(image: Image.Image) -> np.ndarray:
+    return np.asarray(image)
+
+
+@pytest.fixture
+def added(monkeypatch) -> list[list]:
+    """What was appended to every Contexts, in order of creation."""
+    log: list[list] = []
+    init, text, vit, image = (
+        getattr(Contexts, name) for name in ("__init__", "add_text", "add_vit", "add_image")
+    )
+
+    def start(self, *args):
+        init(self, *args)
+        self.log = []
+        log.append(self.log)
+
+    def add_text(self, segments):
+        self.log.append([tiny_tokenizer().decode(tokens) for tokens in segments])
+        text(self, segments)
+
+    def add_vit(self, images):
+        self.log.append("vit")
+        vit(self, images)
+
+    def add_image(self, images, overlay):
+        self.log.append(f"image, overlay {overlay}")
+        image(self, images, overlay)
+        if not overlay:
+            self.log.remove("vit")  # it is made of add_vit
+
+    for name, replacement in (
+        ("__init__", start),
+        ("add_text", add_text),
+        ("add_vit", add_vit),
+        ("add_image", add_image),
+    ):
+        monkeypatch.setattr(Contexts, name, replacement)
+    return log
+
+
+@pytest.fixture
+def thoughts(monkeypatch):
+    """Makes decoding return given texts."""
+
+    def say(*texts: str) -> None:
+        def decode(contexts, sampling, max_tokens, generator):
+            tokenizer = tiny_tokenizer()
+            ids = [(tokenizer.bos, *tokenizer.encode(t), tokenizer.eos) for t in texts]
+            return [DecodedText(i, (0.5,) * (len(i) - 1)) for i in ids]
+
+        monkeypatch.setattr(rollout_controller, "decode_text", decode)
+
+    return say
+
+
+@pytest.mark.parametrize(
+    ("text", "operation"),
+    [
+        ("<think>a</think> make it red ", "make it red"),
+        ("<think>a</think> b </think>\nmake it red", "make it red"),
+        ("make it red", "No further edit needed"),
+        ("<think> make it red", "No further edit needed"),
+        ("", "No further edit needed"),
+        ("<think>a</think>  ", ""),
+    ],
+)
+def test_edit_operation(text, operation):
+    assert edit_operation(text) == operation
+
+
+@torch.no_grad()
+def test_generate(added, thoughts):
+    thoughts("<think> red </think>", "<think> red </think> more")
+    samples, flow = controller().generate([prompt("a red cat"), prompt("two dogs")], draws())
+    assert added == [
+        [[GENERATE_SYSTEM] * 2, ["a red cat", "two dogs"]],
+        [[GENERATE_SYSTEM] * 2],
+    ]
+    assert [s.text for s in samples] == ["<think> red </think>", "<think> red </think> more"]
+    assert [s.format_reward for s in samples] == [1.0, 0.0]
+    assert [s.operation for s in samples] == ["", ""]
+    assert not any(s.declines_edit for s in samples)
+    assert flow.latents.shape == (2, 16, 64)
+    assert [s.picture.size for s in samples] == [(64, 64)] * 2
+    assert not np.array_equal(*(pixels(s.picture) for s in samples))
+
+
+@torch.no_grad()
+def test_generate_really_thinks():
+    samples, _ = controller().generate([prompt("a red cat")] * 2, draws())
+    for sample in samples:
+        assert sample.thought.ids[0] == tiny_tokenizer().bos
+        assert sample.thought.ids[-1] == tiny_tokenizer().eos
+        assert sample.text == tiny_tokenizer().extract_generated_text(sample.thought.ids) != ""
+        assert len(sample.thought.ids) <= 25
+
+
+@torch.no_grad()
+def test_generate_without_thinking(added):
+    rolled = controller(think_mode=False)
+    samples, flow = rolled.generate([prompt("a red cat")] * 2, draws())
+    assert added == [[["a red cat", "a red cat"]], []]
+    assert [s.thought for s in samples] == [DecodedText((), ())] * 2
+    assert [s.text for s in samples] == ["", ""]
+    assert flow.stochastic is not None
+    assert torch.isfinite(flow.latents).all()
+
+
+@torch.no_grad()
+def test_generate_without_guidance_has_one_context(added):
+    controller(cfg_text_scale=1.0).generate([prompt("a red cat")], draws())
+    assert len(added) == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("recipe", ["upstream", "consistent"])
+def test_refine(added, thoughts, recipe):
+    thoughts("<think> a </think> edit red", "<think> a </think> edit blue")
+    images = [picture(), picture()]
+    samples, flow, conditions = controller(recipe).refine(
+        [prompt("a red cat")] * 2, images, draws()
+    )
+    image = f"image, overlay {recipe == 'upstream'}"
+    operations = ["edit red", "edit blue"]
+    assert added == [
+        [[REFLECT_SYSTEM] * 2, "vit", [reflect_request("a red cat")] * 2],
+        [image, operations],
+        [image],
+        [operations],
+    ]
+    assert [s.operation for s in samples] == operations
+    assert [s.format_reward for s in samples] == [1.0, 1.0]
+    assert len(conditions) == 2
+    assert flow.latents.shape == (2, 16, 64)
+    assert not np.array_equal(*(pixels(s.picture) for s in samples))
+
+
+@torch.no_grad()
+def test_declining_to_edit_returns_the_input_picture(thoughts):
+    thoughts("<think> a </think> No FURTHER edit needed.", "no thought at all", "<think></think> x")
+    original = picture()
+    samples, flow, _ = controller().refine([prompt("a cat")] * 3, [original] * 3, draws())
+    assert samples[0].picture is original
+    assert samples[1].picture is original
+    assert samples[1].operation == "No further edit needed"
+    assert samples[1].format_reward == 0.0
+    assert not np.array_equal(pixels(samples[2].picture), pixels(original))
+    assert [s.declines_edit for s in samples] == [True, True, False]
+    assert flow.stochastic.log_prob.shape == (3, 16)  # they are still drawn and scored
+
+
+@torch.no_grad()
+def test_refine_follows_the_size_of_its_picture(thoughts):
+    thoughts("<think> a </think> edit red")
+    wide = picture(width=64, height=32)
+    rolled = controller()
+    samples, flow, conditions = rolled.refine([prompt("a cat")], [wide], draws(tokens=8))
+    assert samples[0].picture.size == (64, 32)
+    assert flow.latents.shape == (1, 8, 64)
+    assert tuple(conditions[0].latent_grid) == (2, 4)
+    assert conditions[0].latents.shape == (8, 64)
+    assert tuple(conditions[0].vit_grid) == (4, 8)  # the shortest side is brought to 56 pixels
+
+
+@torch.no_grad()
+def test_conditions_are_the_encoded_pictures():
+    rolled, image = controller(), picture()
+    condition = rolled.conditions([image, picture(1)])[0]
+    vae, vit = rolled.config.vae_transform(image), rolled.config.vit_transform(image)
+    latent = rolled.autoencoder.encode(vae[None])[0]
+    torch.testing.assert_close(condition.latents, patchify(latent, 2), rtol=1e-4, atol=1e-4)
+    assert torch.equal(condition.vit_patches, patchify(vit, 14))
+    features = tiny_model().encode_vit(patchify(vit, 14), condition.vit_grid)
+    torch.testing.assert_close(condition.vit_features, features)
+
+
+@torch.no_grad()
+def test_transparent_pictures_are_seen_on_white():
+    rolled = controller()
+    clear = Image.new("RGBA", (64, 64), (255, 0, 0, 0))
+    white = Image.new("RGB", (64, 64), (255, 255, 255))
+    mine, theirs = rolled.conditions([clear])[0], rolled.conditions([white])[0]
+    assert torch.equal(mine.vit_patches, theirs.vit_patches)
+    assert torch.equal(mine.latents, theirs.latents)
+
+
+@torch.no_grad()
+def test_flow_without_a_stochastic_step_leaves_no_trace():
+    rolled = controller(think_mode=False)
+    _, flow = rolled.generate([prompt("a red cat")], draws(sde_index=None))
+    grid = rolled.latent_grid(rolled.config.image_size)
+    assert flow_trace(flow, grid) is None
+    _, flow = rolled.generate([prompt("a red cat")], draws())
+    trace = flow_trace(flow, grid)
+    assert trace.before is flow.stochastic.before
+    assert trace.grid == (4, 4)
