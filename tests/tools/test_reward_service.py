@@ -1,6 +1,5 @@
 """The embedded reward service: its scores, both wire forms, and what it refuses without dying."""
 
-import io
 import json
 import pickle
 import random
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -19,6 +17,7 @@ import pytest
 import requests
 from PIL import Image
 
+from tests.tools.geneval_service.bad_pictures import encoded, huge_jpeg, huge_png
 from tools.reward_service.scoring import GREY, NEUTRAL, PALETTE, decode_picture, score_picture
 from tools.reward_service.server import RewardServer
 from train.reward_wire import RewardRequest, decode_answer, encode_jpeg, encode_request
@@ -178,30 +177,6 @@ def test_health_metrics_and_other_pages(url):
     assert requests.post(url + "/x", data=b"x", timeout=5).status_code == 404
 
 
-def encoded(picture, form="PNG"):
-    buffer = io.BytesIO()
-    picture.save(buffer, format=form)
-    return buffer.getvalue()
-
-
-def huge_png(side):
-    """A PNG of a few bytes whose header says side x side."""
-    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-    chunks = b""
-    for kind, data in ((b"IHDR", header), (b"IDAT", zlib.compress(b"\0")), (b"IEND", b"")):
-        chunks += struct.pack(">I", len(data)) + kind + data
-        chunks += struct.pack(">I", zlib.crc32(kind + data))
-    return b"\x89PNG\r\n\x1a\n" + chunks
-
-
-def huge_jpeg():
-    """A JPEG whose header says 20000 x 20000."""
-    data = bytearray(encode_jpeg(flat("red"), 75))
-    start = data.index(b"\xff\xc0") + 5
-    data[start : start + 4] = struct.pack(">HH", 20000, 20000)
-    return bytes(data)
-
-
 def test_other_picture_kinds_are_scored(url):
     clear = Image.new("RGBA", (32, 32), (255, 0, 0, 0))
     cases = [
@@ -225,7 +200,7 @@ def test_other_picture_kinds_are_scored(url):
         (b"", "not a JPEG or PNG"),
         (huge_png(20000), "too large"),
         (huge_png(4097), "too large: 4097 x 4097"),
-        (huge_jpeg(), "too large"),
+        (huge_jpeg(flat("red"), 20000), "too large"),
         (encode_jpeg(noise(), 75)[:2000], "cannot be decoded"),
         (encoded(flat("red"))[:60], "cannot be decoded"),
         (encoded(flat("red"), "GIF"), "not a JPEG or PNG"),
