@@ -15,6 +15,8 @@ from torch import Tensor
 
 from modeling.bagel.layout import SegmentPlan
 
+FLEX_BLOCK = 128
+MASK_PAIRS = 2**26
 BACKENDS = ("auto", "dense", "flex", "flash")
 
 
@@ -162,8 +164,6 @@ def _dense_forest(plan: SegmentPlan, device: torch.device) -> AttendForest:
 
 
 def _flex_forest(plan: SegmentPlan, device: torch.device) -> AttendForest:
-    from torch.nn.attention.flex_attention import create_block_mask
-
     ids, ancestors = plan.segment_ids().to(device), plan.ancestors().to(device)
     causal = plan.causal().to(device)
 
@@ -172,8 +172,7 @@ def _flex_forest(plan: SegmentPlan, device: torch.device) -> AttendForest:
         own = (q_segment == k_segment) & (~causal[q_segment] | (k_index <= q_index))
         return ancestors[q_segment, k_segment] | own
 
-    tokens = plan.num_tokens
-    block_mask = create_block_mask(rule, None, None, tokens, tokens, device=device, _compile=True)
+    block_mask = _block_mask(plan, rule, device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
@@ -181,6 +180,48 @@ def _flex_forest(plan: SegmentPlan, device: torch.device) -> AttendForest:
         return out.squeeze(0).transpose(0, 1)
 
     return attend
+
+
+def _block_mask(plan: SegmentPlan, rule: Callable, device: torch.device):
+    """The BlockMask of `rule`, which is only evaluated inside trees.
+
+    `create_block_mask` evaluates all S x S pairs: uncompiled that takes too much memory, and its
+    compilation has been seen to stall.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    num_blocks = -(-plan.num_tokens // FLEX_BLOCK)
+    some = torch.zeros(num_blocks, num_blocks, dtype=torch.bool, device=device)
+    every = torch.zeros_like(some)
+    for start, end in plan.tree_ranges:
+        first, last = start // FLEX_BLOCK, -(-end // FLEX_BLOCK)
+        keys = torch.arange(first * FLEX_BLOCK, last * FLEX_BLOCK, device=device)
+        is_token = keys < plan.num_tokens
+        keys = keys.clamp(max=plan.num_tokens - 1)
+        width = last - first
+        for block in range(first, last, step := max(1, MASK_PAIRS // (width * FLEX_BLOCK**2))):
+            stop = min(block + step, last)
+            rows = slice((block - first) * FLEX_BLOCK, (stop - first) * FLEX_BLOCK)
+            seen = rule(0, 0, keys[rows, None], keys[None, :])
+            seen = seen & is_token[rows, None] & is_token[None, :]
+            tiles = seen.view(stop - block, FLEX_BLOCK, width, FLEX_BLOCK)
+            # A block that two trees share is looked at once for each of them.
+            some[block:stop, first:last] |= tiles.any(dim=3).any(dim=1)
+            every[block:stop, first:last] |= tiles.all(dim=3).all(dim=1)
+    return BlockMask.from_kv_blocks(
+        *_block_lists(some & ~every),
+        *_block_lists(every),
+        BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=rule,
+        seq_lengths=(plan.num_tokens, plan.num_tokens),
+    )
+
+
+def _block_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Counts [1, 1, Q] and leading column indexes [1, 1, Q, K] of a bool matrix, int32."""
+    counts = blocks.sum(dim=1, dtype=torch.int32)
+    indexes = blocks.int().argsort(dim=1, descending=True, stable=True).int()
+    return counts[None, None], indexes[None, None]
 
 
 @cache
