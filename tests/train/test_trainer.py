@@ -103,8 +103,10 @@ def test_a_step_reports_what_it_did(consistent):
     assert entry.prompt.raw == generate.rollout.prompt.raw
     for report in reports:
         assert report.grad_norm > 0
-        for phase in ("step", "rollout", "pack", "forward", "rewards", "backward", "optimizer"):
-            assert report.phase_seconds[f"time/{phase}"] > 0
+        phases = ("rollout", "pack", "forward", "rewards", "backward", "optimizer")
+        seconds = [report.phase_seconds[f"time/{phase}"] for phase in phases]
+        assert min(seconds) > 0
+        assert 0.5 * report.seconds < sum(seconds) <= report.seconds
     assert [(r.learning_rate, r.next_learning_rate) for r in reports] == [(0.0, 0.0)] * 2
 
 
