@@ -6,6 +6,7 @@ Empty is a zero-length tensor.
 """
 
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,9 +46,11 @@ class PackedBatch:
         return ExpertOrder.from_positions(und, self.latent_index)
 
 
-@dataclass(frozen=True)
-class LearnerOutput:
-    """What the losses need of one forward."""
+class LearnerOutput(NamedTuple):
+    """What the losses need of one forward.
+
+    A tuple, because FSDP2 must find the tensors in it to gather weights for the backward.
+    """
 
     logits: Tensor  # [Y, V] in the compute type
     velocity: Tensor  # [noise tokens, P] in the compute type
