@@ -1,0 +1,1 @@
+"""Maker of a tiny BAGEL checkpoint that thinks in well-formed text and draws flat pictures."""
