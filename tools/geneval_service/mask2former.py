@@ -55,7 +55,8 @@ class InstanceModel(Mask2FormerPreTrainedModel):
 
     def forward(self, pixel_values: Tensor) -> tuple[Tensor, Tensor]:
         """Class logits [B, Q, C + 1] and mask logits [B, Q, h, w] of prepared pictures."""
-        output = self.model(pixel_values)
+        # Without hidden states it does not return the normalized queries, which the classes need.
+        output = self.model(pixel_values, output_hidden_states=True)
         queries = output.transformer_decoder_intermediate_states[-1].transpose(0, 1)
         return self.class_predictor(queries), output.masks_queries_logits[-1]
 

@@ -100,7 +100,7 @@ def test_other_picture_kinds_are_scored(client):
     images = [
         encoded(red),
         encoded(red.convert("CMYK"), "JPEG"),
-        encoded(red.convert("P")),
+        encoded(red.quantize()),
         encoded(clear),
     ]
     metas = [cats(color="red")] * 3 + [cats(2)]
