@@ -16,9 +16,9 @@ from modeling.bagel.config import BagelConfig
 from modeling.bagel.qwen2_navit import GEN
 from modeling.bagel.weights import (
     check_header,
+    fill_sharded,
     find_weight_file,
     load_sharded,
-    local_rows,
     parameter_shapes,
     read_header,
 )
@@ -67,7 +67,7 @@ def build_policy(
     run_in_turns(
         context, engine.load_concurrency, lambda: load_sharded(model, weight_file, report)
     )
-    _fill_position_tables(model)
+    fill_sharded(model, model.position_tables())
     return model
 
 
@@ -150,14 +150,6 @@ def _shard(model: Bagel, mesh: DeviceMesh, engine: EngineConfig) -> None:
     # The image encoder is a group of its own: the learner never runs it, so never gathers it.
     for module in (*model.decoder.layers, model.vit_model, model):
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-
-
-@torch.no_grad()
-def _fill_position_tables(model: Bagel) -> None:
-    params = dict(model.named_parameters())
-    for name, table in model.position_tables().items():
-        start, stop = local_rows(params[name])
-        _local(params[name]).copy_(table[start:stop])
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:

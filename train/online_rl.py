@@ -1,5 +1,6 @@
 """Entry of a training run: torchrun starts this file once a rank."""
 
+import gc
 import logging
 import sys
 import time
@@ -28,6 +29,7 @@ logger = logging.getLogger("faster_r3")
 
 BAD_CONFIG_EXIT = 2
 FAILED_EXIT = 1
+GRACE_S = 20.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,12 +44,17 @@ def main(argv: list[str] | None = None) -> int:
         validate_run(config, launch.world_size)
         context = start_processes(config.processes, config.rl.policy_group_size, launch)
     except ConfigError as error:
-        if rank == 0:
-            print_error(str(error))
+        if rank != 0:
+            # torchrun ends all ranks when one does: leave rank 0 the time to say why.
+            time.sleep(GRACE_S)
+        print_error(str(error))
         return BAD_CONFIG_EXIT
     try:
         return _train(config, context, argv)
     finally:
+        # FSDP2's buffers must be gone before the process group is, or its threads free them while
+        # Python shuts down, and the process ends with SIGABRT.
+        gc.collect()
         stop_processes()
 
 

@@ -114,7 +114,12 @@ class Run:
         )
         folder = checkpoint_folder(self.run_dir, next_step)
         save_checkpoint(
-            folder, self.parts.policy, self.parts.optimizer.adamw, state, self.context
+            folder,
+            self.parts.policy,
+            self.parts.optimizer.adamw,
+            state,
+            self.context,
+            self.config.schedule.keep_checkpoints,
         )
 
     def _resume(self) -> int:

@@ -116,6 +116,7 @@ class ScheduleConfig:
 
     total_steps: int = flag(1000, "RL steps of the run", minimum=1, maximum=10**9)
     save_every: int = flag(50, "steps between checkpoints; 0 saves none", minimum=0)
+    keep_checkpoints: int = flag(0, "keep only the newest this many; 0 keeps all", minimum=0)
     eval_freq: int = flag(50, "steps between evaluations; 0 evaluates never", minimum=0)
 
 

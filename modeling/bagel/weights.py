@@ -5,10 +5,9 @@ import logging
 import math
 import re
 import struct
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from safetensors import safe_open
@@ -28,8 +27,6 @@ _DECODER_LAYER = re.compile(r"language_model\.model\.layers\.(\d+)\.")
 _MAX_PROBLEMS_SHOWN = 12
 _FLOAT_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -242,25 +239,3 @@ def local_rows(param: torch.Tensor) -> tuple[int, int]:
         first = min(start + chunk * param.device_mesh.get_local_rank(mesh_dim), stop)
         start, stop = first, min(first + chunk, stop)
     return start, stop
-
-
-def load_in_waves(
-    rank: int,
-    world_size: int,
-    concurrency: int,
-    load_fn: Callable[[], Result],
-    barrier_fn: Callable[[], None],
-) -> Result:
-    """Runs `load_fn` on every rank, on at most `concurrency` ranks at once; returns its result.
-
-    Every rank meets `barrier_fn` once per wave. An error of `load_fn` is raised at once.
-    """
-    if concurrency < 1:
-        raise ValueError(f"R3_LOAD_CONCURRENCY is {concurrency}, expected a positive integer")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank is {rank}, expected 0 <= rank < {world_size}")
-    for wave in range(math.ceil(world_size / concurrency)):
-        if rank // concurrency == wave:
-            result = load_fn()
-        barrier_fn()
-    return result

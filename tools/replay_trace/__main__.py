@@ -11,20 +11,19 @@ import torch.multiprocessing as mp
 
 from tools.replay_trace.compare import Deviations, limits_for, table
 from tools.replay_trace.trace import Trace
-from tools.replay_trace.worker import run_rank
+from tools.replay_trace.worker import Replay, run_rank
 
 
-def replay(folder: Path, checkpoint: Path, pictures: str) -> Deviations:
+def run_ranks(replay: Replay) -> Deviations:
     """Runs all ranks as processes and merges what they found."""
-    trace = Trace(folder)
+    world_size = Trace(replay.folder).world_size
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as out:
-        arguments = (folder, checkpoint, pictures, port, Path(out))
-        mp.spawn(run_rank, args=arguments, nprocs=trace.world_size)
+        mp.spawn(run_rank, args=(replay, port, Path(out)), nprocs=world_size)
         merged = Deviations()
-        for rank in range(trace.world_size):
+        for rank in range(world_size):
             merged.merge(Deviations(**torch.load(Path(out) / f"rank{rank}.pt")))
     return merged
 
@@ -39,10 +38,15 @@ def main(argv: list[str] | None = None) -> int:
         default="trace",
         help="whose pictures are rewarded and refined: the trace's, or those drawn here",
     )
+    parser.add_argument(
+        "--num_shard", type=int, default=0, help="ranks a copy of the weights; default: all of them"
+    )
     args = parser.parse_args(argv)
     trace = Trace(args.folder)
     is_thresholded = trace.config["reward"]["threshold"] is not None
-    deviations = replay(args.folder, args.checkpoint, args.pictures)
+    deviations = run_ranks(
+        Replay(args.folder, args.checkpoint, args.pictures, args.num_shard)
+    )
     text, passed = table(deviations, limits_for(args.pictures, is_thresholded))
     print(f"{args.folder.name}: {trace.world_size} ranks, {trace.num_steps} steps, "
           f"recipe {trace.config['recipe']}, pictures {args.pictures}")

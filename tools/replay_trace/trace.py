@@ -149,8 +149,8 @@ class Trace:
                 return folder / self.config["data"]
         raise ValueError(f"{self.folder}: {self.config['data']} is not beside it")
 
-    def train_config(self, checkpoint: Path) -> TrainConfig:
-        """The trace's settings as a configuration of the trainer."""
+    def train_config(self, checkpoint: Path, num_shard: int) -> TrainConfig:
+        """The trace's settings as a configuration of the trainer, on shard groups of `num_shard`."""
         unknown = sorted(set(self.config) - set(SAME_NAME) - DESCRIPTIVE)
         if unknown:
             raise ValueError(f"{self.folder}: settings that are not understood: {unknown}")
@@ -164,7 +164,7 @@ class Trace:
             "cfg_interval_low": low,
             "cfg_interval_high": high,
             "r3_recipe": self.config["recipe"],
-            "num_shard": self.world_size,
+            "num_shard": num_shard,
             "precision": "fp32",
             "device": "cpu",
         }

@@ -1,7 +1,7 @@
 """One rank of a replay: the real trainer, watched, and held against the trace step by step."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -55,17 +55,26 @@ class ReplayTrainer(Trainer):
         return norm
 
 
-def run_rank(
-    rank: int, folder: Path, checkpoint: Path, pictures: str, store_port: int, out: Path
-) -> None:
+@dataclass(frozen=True)
+class Replay:
+    """What is replayed and how; `num_shard` below the world size replicates shards (HSDP)."""
+
+    folder: Path
+    checkpoint: Path
+    pictures: str
+    num_shard: int
+
+
+def run_rank(rank: int, replay: Replay, store_port: int, out: Path) -> None:
     """Replays a whole trace on one rank and saves its deviations to `out`."""
     torch.set_num_threads(1)
-    trace = Trace(folder)
-    config = trace.train_config(checkpoint).replace(master_port=store_port)
+    trace = Trace(replay.folder)
+    config = trace.train_config(replay.checkpoint, replay.num_shard or trace.world_size)
+    config = config.replace(master_port=store_port)
     launch = LaunchInfo(rank, trace.world_size, rank, trace.world_size)
     context = start_processes(config.processes, config.rl.policy_group_size, launch)
     parts = assemble(config, context, trace.reward(), PhaseTimer())
-    trainer = ReplayTrainer(parts, context, trace, pictures == "trace")
+    trainer = ReplayTrainer(parts, context, trace, replay.pictures == "trace")
     found = Deviations()
     for step in range(trace.num_steps):
         report = trainer.run_step(step)

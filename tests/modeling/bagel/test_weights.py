@@ -3,7 +3,6 @@
 import json
 import logging
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from modeling.bagel.weights import (
     check_header,
     fill_sharded,
     find_weight_file,
-    load_in_waves,
     load_sharded,
     local_rows,
     parameter_shapes,
@@ -297,20 +295,3 @@ def test_sharded_load_equals_full_load(tmp_path):
         {name: torch.randn(s, generator=generator).bfloat16() for name, s in UNEVEN.items()}, file
     )
     run_ranks(_sharded_worker, 2, str(file))
-
-
-def test_waves_limit_who_reads_at_once():
-    schedule = []
-    for rank in range(5):
-        events = []
-        load_in_waves(rank, 5, 2, partial(events.append, "load"), partial(events.append, "|"))
-        schedule.append("".join(events))
-    assert schedule == ["load|||", "load|||", "|load||", "|load||", "||load|"]
-    assert load_in_waves(0, 1, 8, lambda: "loaded", lambda: None) == "loaded"
-
-
-def test_waves_refuse_bad_numbers():
-    with pytest.raises(ValueError, match="R3_LOAD_CONCURRENCY is 0"):
-        load_in_waves(0, 1, 0, lambda: None, lambda: None)
-    with pytest.raises(ValueError, match="rank is 2"):
-        load_in_waves(2, 2, 1, lambda: None, lambda: None)
