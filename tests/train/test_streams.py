@@ -31,12 +31,13 @@ def test_seeds():
 
 @pytest.mark.parametrize("is_refine", [False, True])
 def test_group_draws_two_noises_and_an_index(is_refine):
-    generator = torch.Generator().manual_seed(2007)
-    noises = [torch.randn(SHAPE, generator=generator) for _ in range(2)]
-    index = torch.randint(0, 15, (1,), generator=generator, dtype=torch.int32).item()
-    draws = streams().group_draws(7, SHAPE, torch.float32, is_refine, bound=15)
-    assert torch.equal(draws.noise, noises[1 if is_refine else 0])
-    assert draws.sde_index == index
+    for step in range(6):
+        generator = torch.Generator().manual_seed(2000 + step)
+        noises = [torch.randn(SHAPE, generator=generator) for _ in range(2)]
+        index = torch.randint(0, 15, (1,), generator=generator, dtype=torch.int32).item()
+        draws = streams().group_draws(step, SHAPE, torch.float32, is_refine, bound=15)
+        assert torch.equal(draws.noise, noises[1 if is_refine else 0])
+        assert draws.sde_index == index
 
 
 def test_group_noise_is_drawn_in_its_type():
