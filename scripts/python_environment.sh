@@ -85,7 +85,7 @@ prepare_python() {
   shift
   local files=("$@") file python
   for file in "${files[@]}"; do
-    [[ "${file##*/}" == requirements-dev.txt ]] && modules+=(pytest ruff)
+    [[ "${file##*/}" == requirements-dev.txt ]] && modules+=(pytest ruff flask gunicorn)
   done
   folder="${FASTER_R3_VENV:-$root/.venv}"
   PYTHON="$folder/bin/python"
