@@ -74,7 +74,7 @@ def trace(name: str) -> Trace:
 
 def tiny_config(trace_name: str, **flags: object) -> TrainConfig:
     """The settings of a recorded run on the tiny checkpoint, with some flags changed."""
-    return trace(trace_name).train_config(CHECKPOINT).replace(**flags)
+    return trace(trace_name).train_config(CHECKPOINT, num_shard=1).replace(**flags)
 
 
 def contexts(rows: int, capacity: int = 96, rounding: QkRounding | None = None) -> Contexts:
