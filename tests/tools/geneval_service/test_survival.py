@@ -191,6 +191,9 @@ def test_a_service_that_fails_its_self_check_ends(tmp_path):
     app = arguments(REWARD_SCRIPTS / "gunicorn_geneval.py", "fake_app(finds_the_cat=False)")
     bind = {"R3_REWARD_GPUS": "0", "R3_REWARD_BIND": f"127.0.0.1:{port}"}
     process = spawn(app, log, TMPDIR=str(tmp_path), **bind)
-    assert process.wait(timeout=60) == 3
+    try:
+        assert process.wait(timeout=60) == 3
+    finally:
+        process.terminate()  # had it served after all
     assert "does not find the cat" in log.read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
