@@ -11,7 +11,7 @@ the batch size and the number of ranks, and on nothing that ran before it.
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -26,7 +26,8 @@ from train.engine import resident_weights
 from train.evaluation_metrics import PromptScore, TurnScore, evaluation_metrics, failures_of
 from train.records import Sample
 from train.reports import RolloutCard
-from train.rewards import RewardResult, resolve_rewards
+from train.reward_rounds import await_rewards, never
+from train.rewards import RewardOutageError, RewardResult
 from train.rollout_controller import RolloutConfig, RolloutController, StageConfig, StepDraws
 from train.streams import evaluation_noise
 from train.trainer import StepError
@@ -68,13 +69,20 @@ class _Course:
 class Evaluator:
     """Evaluates the policy of `parts` on --val_data_path, which is read once.
 
-    Every rank builds one and calls `run` at the same steps. Raises ValueError for a bad file.
+    Every rank builds one and calls `run` at the same steps. `should_stop` says whether this rank
+    has been told to end, which cuts short a wait for rewards. Raises ValueError for a bad file.
     """
 
-    def __init__(self, parts: Parts, context: ProcessContext):
+    def __init__(
+        self,
+        parts: Parts,
+        context: ProcessContext,
+        should_stop: Callable[[], bool] = never,
+    ):
         config = parts.config
         self.parts = parts
         self.context = context
+        self.should_stop = should_stop
         self.settings = config.evaluation
         prompts = read_prompts(
             config.paths.val_data_path,
@@ -94,25 +102,18 @@ class Evaluator:
     def run(self, step: int) -> EvaluationReport:
         """Draws and scores all prompts. `step` serves the messages; no draw depends on it.
 
-        Weights are gathered by all ranks at once; what follows is local to a rank, however many
-        prompts it has, until all ranks meet to exchange errors and then numbers.
+        Weights are gathered by all ranks at once; drawing is then local to a rank, however many
+        prompts it has, until all ranks meet: for errors, for the rewards, and to exchange numbers.
 
         Raises:
-            StepError: on every rank, if one could not finish, or if the outage policy of the
-                rewards says not to go on.
+            StepError: on every rank, if one could not draw, or if the outage policy of the rewards
+                says not to go on.
         """
-        started, error = time.perf_counter(), None
-        scores, cards = [], []
+        started = time.perf_counter()
         with self.parts.timer.phase("evaluation"):
-            try:
-                courses = self._draw_share()
-                scores = self._await_scores(courses)
-                cards = self._cards(courses, scores) if self.context.is_main else []
-            except Exception as caught:  # raised below, when no rank waits for this one
-                error = caught
-            message = first_error(self.context, error)
-        if message is not None:
-            raise StepError(f"no evaluation at step {step}: {message}") from error
+            courses = self._draw_on_all(step)
+            scores = self._await_scores(courses, step)
+        cards = self._cards(courses, scores) if self.context.is_main else []
         gathered = gather_from_all(self.context, (scores, time.perf_counter() - started))
         everything = [score for shared, _ in gathered for score in shared]
         metrics = evaluation_metrics(everything, self.settings.eval_num_rounds)
@@ -120,6 +121,17 @@ class Evaluator:
         if self.context.is_main:
             _warn_of_failures(step, everything)
         return EvaluationReport(metrics, cards)
+
+    def _draw_on_all(self, step: int) -> list[_Course]:
+        courses, error = [], None
+        try:
+            courses = self._draw_share()
+        except Exception as caught:  # raised below, when no rank waits for this one
+            error = caught
+        message = first_error(self.context, error)
+        if message is not None:
+            raise StepError(f"no evaluation at step {step}: {message}") from error
+        return courses
 
     @torch.no_grad()
     def _draw_share(self) -> list[_Course]:
@@ -139,7 +151,7 @@ class Evaluator:
         noises = evaluation_noise(
             generator, self.settings.eval_num_rounds, shape, self.parts.compute_dtype
         )
-        draws = [StepDraws(noise, sde_index=None, text=generator, flow=None) for noise in noises]
+        draws = [StepDraws(noise, text=generator) for noise in noises]
         samples, _ = self.controller.generate(prompts, draws[0])
         courses = [_Course(prompt, [], []) for prompt in prompts]
         self._take(courses, samples)
@@ -163,14 +175,17 @@ class Evaluator:
         for course, future in zip(changed, futures, strict=True):
             course.futures.append(future)
 
-    def _await_scores(self, courses: list[_Course]) -> list[PromptScore]:
+    def _await_scores(self, courses: list[_Course], step: int) -> list[PromptScore]:
         """Numbers of all turns. One deadline for all: most rewards came while others were drawn."""
-        rewards = self.parts.config.rewards
         futures = [future for course in courses for future in course.futures]
         with self.parts.timer.phase("rewards"):
-            results = iter(
-                resolve_rewards(futures, rewards.reward_step_deadline_s, rewards.reward_outage)
-            )
+            try:
+                rewards = await_rewards(
+                    self.context, futures, self.parts.config.rewards, self.should_stop
+                )
+            except RewardOutageError as error:
+                raise StepError(f"no evaluation at step {step}: {error}") from error
+        results = iter(rewards)
         return [_score(course, [next(results) for _ in course.futures]) for course in courses]
 
     def _cards(self, courses: list[_Course], scores: list[PromptScore]) -> list[RolloutCard]:

@@ -4,6 +4,7 @@ import gc
 import logging
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -51,6 +52,10 @@ def main(argv: list[str] | None = None) -> int:
         return BAD_CONFIG_EXIT
     try:
         return _train(config, context, argv)
+    except Exception as failure:  # of one rank alone, most likely: it must say so by itself
+        traceback.print_exc()
+        print_error(f"rank {rank}: {type(failure).__name__}: {failure}")
+        return FAILED_EXIT
     finally:
         # FSDP2's buffers must be gone before the process group is, or its threads free them while
         # Python shuts down, and the process ends with SIGABRT.

@@ -19,6 +19,7 @@ import urllib3
 from requests.adapters import HTTPAdapter
 
 from train.reward_endpoints import Endpoint, EndpointRing, is_loopback
+from train.reward_results import Attempts
 from train.reward_wire import (
     MAX_ANSWER_BYTES,
     RewardConnectionError,
@@ -108,14 +109,6 @@ class RewardProtocol(Protocol):
 
     def read(self, reply: HttpReply, sample: Sample) -> Scores:
         """Scores from a 200 answer; RewardAnswerError where it is none."""
-
-
-@dataclass
-class Attempts:
-    """Progress of one sample: repeated attempts so far, and the flag that tells it to give up."""
-
-    given_up: threading.Event
-    num_retries: int = 0
 
 
 class HttpCore:

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from train.reward_wire import RewardError
 
@@ -19,7 +19,8 @@ class RewardResult:
     """Outcome for one picture.
 
     `score` is the training signal, `reward` the evaluation's; all three numbers are nan where
-    `error` says why there is none. `latency_s` runs from the first attempt to the outcome.
+    `error` says why there is none. `latency_s` runs from the first attempt to the outcome, and
+    `retries` counts what came after it, renewals included.
     `is_retryable` says whether a failure may be a passing one (an outage) or will repeat itself.
     """
 
@@ -32,17 +33,41 @@ class RewardResult:
     is_retryable: bool = False
 
 
+@dataclass
+class Attempts:
+    """Progress of one sample: the flag that tells it to give up, and what it took so far.
+
+    `num_retries` are repeated attempts of one asking, which a client limits; `num_earlier` those of
+    the askings before it. `started` is the time of the very first attempt, None before it.
+    """
+
+    given_up: threading.Event = field(default_factory=threading.Event)
+    num_retries: int = 0
+    num_earlier: int = 0
+    started: float | None = None
+
+    @property
+    def num_repeats(self) -> int:
+        """Attempts after the very first."""
+        return self.num_earlier + self.num_retries
+
+    def renewed(self) -> "Attempts":
+        """The next asking, which is a repeat in itself if an attempt was made before."""
+        earlier = self.num_repeats + (self.started is not None)
+        return Attempts(num_earlier=earlier, started=self.started)
+
+
 class RewardFuture(Future):
     """A future RewardResult. A failure to score is a result with `error`, not an exception."""
 
-    def __init__(self, renew: Callable[[], "RewardFuture"]) -> None:
+    def __init__(self, attempts: Attempts, renew: Callable[[], "RewardFuture"]) -> None:
         super().__init__()
-        self.given_up = threading.Event()
+        self.attempts = attempts
         self.renew = renew
 
     def abandon(self) -> None:
         """Nobody waits any more: do not start it, or do not try again."""
-        self.given_up.set()
+        self.attempts.given_up.set()
         self.cancel()
 
 

@@ -1,4 +1,4 @@
-"""The wait for a step's rewards: bounded by its deadline, visible, and bound to a policy."""
+"""One rank's wait for its rewards: bounded by a deadline, visible, and bound to a policy."""
 
 import logging
 import time
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from train.reward_results import (
     OUTAGE_POLICIES,
+    Attempts,
     RewardFuture,
     RewardOutageError,
     RewardResult,
@@ -21,13 +22,13 @@ logger = logging.getLogger("faster_r3")
 
 @dataclass(frozen=True)
 class WaitStatus:
-    """What a wait for rewards looks like from outside; `remaining_s` is None if it has no end.
+    """What a wait for rewards looks like from outside.
 
     `next_try_s` is the time until a failed sample is asked for again, None while none has failed.
     """
 
     waited_s: float
-    remaining_s: float | None
+    remaining_s: float
     next_try_s: float | None
     num_open: int
     num_samples: int
@@ -47,7 +48,6 @@ class _Slot:
     """A sample that is waited for; `renew_at` is set while its failure waits for the next try."""
 
     future: Future
-    started: float
     renew_at: float | None = None
     result: RewardResult | None = None
 
@@ -61,11 +61,10 @@ def resolve_rewards(
 ) -> list[RewardResult]:
     """Wait for the rewards of a step; results in the order of the futures.
 
-    *skip* returns at the latest after deadline_s; samples that failed or did not come carry an
-    `error`. *abort* asks again for passing failures until deadline_s and then raises
-    RewardOutageError, at once for a failure that would repeat itself. *wait* asks again until all
-    have come, however long that takes; a sample that takes longer than deadline_s is asked for
-    anew. A wait is logged, and told to on_wait, every `log_every_s`; what on_wait raises ends it.
+    *skip* and *wait* return at the latest after deadline_s; samples that failed or did not come
+    carry an `error`, and it is the caller's to renew them. *abort* asks again for passing failures
+    until deadline_s and then raises RewardOutageError, at once for a failure that would repeat
+    itself. A wait is logged, and told to on_wait, every `log_every_s`; what on_wait raises ends it.
     """
     require_one_of("--reward_outage", policy, OUTAGE_POLICIES)
     wait = _Wait(futures, deadline_s, policy, pace or WaitPace())
@@ -82,9 +81,9 @@ class _Wait:
         self, futures: Sequence[Future], deadline_s: float, policy: str, pace: WaitPace
     ) -> None:
         self._start = time.monotonic()
-        self._end = float("inf") if policy == "wait" else self._start + deadline_s
+        self._end = self._start + deadline_s
         self._next_log = self._start + pace.log_every_s
-        self._slots = [_Slot(future, self._start) for future in futures]
+        self._slots = [_Slot(future) for future in futures]
         self._deadline_s = deadline_s
         self._policy = policy
         self._pace = pace
@@ -107,7 +106,7 @@ class _Wait:
             self._rest(now)
         if self._open_slots() and self._policy == "abort":
             raise RewardOutageError(self._overdue())
-        return [slot.result or self._missing() for slot in self._slots]
+        return [slot.result or self._missing(slot.future) for slot in self._slots]
 
     def abandon_rest(self) -> None:
         """Take the client's threads off what nobody waits for any more."""
@@ -122,45 +121,29 @@ class _Wait:
         """Settle a slot, or see to its next try."""
         if slot.renew_at is not None:
             if now >= slot.renew_at:
-                self._renew(slot, now)
+                slot.future = slot.future.renew()
+                slot.renew_at = None
         elif slot.future.done():
             self._take(slot, slot.future.result(), now)
-        elif self._policy == "wait" and now - slot.started >= self._deadline_s:
-            self._last_error = f"no answer within {self._deadline_s:g} s"
-            if isinstance(slot.future, RewardFuture):
-                slot.future.abandon()
-                self._renew(slot, now)
 
     def _take(self, slot: _Slot, result: RewardResult, now: float) -> None:
         if result.error is None:
             slot.result = result
             return
         self._last_error = result.error
-        may_pass = self._policy == "wait" or (self._policy == "abort" and result.is_retryable)
-        if self._policy == "skip":
+        if self._policy != "abort":
             slot.result = result
-        elif may_pass and isinstance(slot.future, RewardFuture):
+        elif result.is_retryable and isinstance(slot.future, RewardFuture):
             slot.renew_at = now + self._pace.renew_after_s
         else:
             raise RewardOutageError(f"a picture could not be scored: {result.error}")
 
-    def _renew(self, slot: _Slot, now: float) -> None:
-        slot.future = slot.future.renew()
-        slot.started = now
-        slot.renew_at = None
-
     def _rest(self, now: float) -> None:
         """Sleep until a future is done or something is due."""
-        due = [self._end, self._next_log]
-        pending = []
-        for slot in self._open_slots():
-            if slot.renew_at is not None:
-                due.append(slot.renew_at)
-            else:
-                pending.append(slot.future)
-                if slot.started + self._deadline_s > now:
-                    due.append(slot.started + self._deadline_s)
-        pause_s = max(0.0, min(due) - now)
+        slots = self._open_slots()
+        renewals = [slot.renew_at for slot in slots if slot.renew_at is not None]
+        pending = [slot.future for slot in slots if slot.renew_at is None]
+        pause_s = max(0.0, min(self._end, self._next_log, *renewals) - now)
         if pending:
             wait_futures(pending, timeout=pause_s, return_when=FIRST_COMPLETED)
         else:
@@ -171,7 +154,7 @@ class _Wait:
         tries = [slot.renew_at - now for slot in slots if slot.renew_at is not None]
         return WaitStatus(
             waited_s=now - self._start,
-            remaining_s=None if self._policy == "wait" else self._end - now,
+            remaining_s=self._end - now,
             next_try_s=min(tries, default=None),
             num_open=len(slots),
             num_samples=len(self._slots),
@@ -183,8 +166,11 @@ class _Wait:
         cause = f"; last error: {self._last_error}" if self._last_error else ""
         return f"{count} rewards did not come within {self._deadline_s:g} s{cause}"
 
-    def _missing(self) -> RewardResult:
-        return failed_result(self._overdue(), time.monotonic() - self._start, 0, True)
+    def _missing(self, future: Future) -> RewardResult:
+        attempts = future.attempts if isinstance(future, RewardFuture) else Attempts()
+        started = self._start if attempts.started is None else attempts.started
+        elapsed_s = time.monotonic() - started
+        return failed_result(self._overdue(), elapsed_s, attempts.num_repeats, True)
 
 
 def _log(status: WaitStatus, policy: str) -> None:
@@ -193,8 +179,8 @@ def _log(status: WaitStatus, policy: str) -> None:
     ]
     if status.next_try_s is not None:
         parts.append(f"next try in {max(0.0, status.next_try_s):.0f} s")
-    if status.remaining_s is not None:
-        parts.append(f"{policy} in {status.remaining_s:.0f} s")
+    action = "next round" if policy == "wait" else policy
+    parts.append(f"{action} in {max(0.0, status.remaining_s):.0f} s")
     if status.last_error is not None:
         parts.append(status.last_error)
     logger.warning("%s", "; ".join(parts))

@@ -3,7 +3,6 @@
 The trainer needs nothing below this file: results and the wait for them are passed on from here.
 """
 
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ from train.judges import JUDGE_KINDS, ChatJudge
 from train.reward_endpoints import parse_url
 from train.reward_geneval import GenevalProtocol
 from train.reward_http import (
-    Attempts,
     HttpConfig,
     HttpCore,
     RewardProtocol,
@@ -24,6 +22,7 @@ from train.reward_http import (
 )
 from train.reward_results import (
     OUTAGE_POLICIES,
+    Attempts,
     RewardFuture,
     RewardOutageError,
     RewardResult,
@@ -135,7 +134,10 @@ class RewardClient:
             raise ValueError(f"{len(images)} images but {len(metadata)} metadata to score")
         for record in metadata:
             self._protocol.check(record)
-        return [self._start(i, record) for i, record in zip(images, metadata, strict=True)]
+        return [
+            self._start(image, record, Attempts())
+            for image, record in zip(images, metadata, strict=True)
+        ]
 
     def stats(self) -> RewardStats:
         """Scored samples, failures, retries, and latency p50 and p99 in seconds."""
@@ -155,33 +157,31 @@ class RewardClient:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _start(self, image: Image.Image, metadata: dict) -> RewardFuture:
+    def _start(self, image: Image.Image, metadata: dict, attempts: Attempts) -> RewardFuture:
         if self._is_closed:
             raise RuntimeError("the reward client is closed")
-        future = RewardFuture(lambda: self._start(image, metadata))
+        future = RewardFuture(attempts, lambda: self._start(image, metadata, attempts.renewed()))
         self._open.add(future)
         future.add_done_callback(self._open.discard)
-        self._pool.submit(future, lambda: self._score(image, metadata, future.given_up))
+        self._pool.submit(future, lambda: self._score(image, metadata, attempts))
         return future
 
-    def _score(
-        self, image: Image.Image, metadata: dict, given_up: threading.Event
-    ) -> RewardResult:
-        start = time.monotonic()
-        attempts = Attempts(given_up)
+    def _score(self, image: Image.Image, metadata: dict, attempts: Attempts) -> RewardResult:
+        if attempts.started is None:
+            attempts.started = time.monotonic()
         sample = Sample(encode_jpeg(image, self._config.jpeg_quality), metadata)
         try:
             scores = self._core.score(self._protocol, sample, attempts)
         except RewardError as error:
             text = f"{type(error).__name__}: {error}"
-            elapsed_s = time.monotonic() - start
-            return failed_result(text, elapsed_s, attempts.num_retries, error.is_retryable)
+            elapsed_s = time.monotonic() - attempts.started
+            return failed_result(text, elapsed_s, attempts.num_repeats, error.is_retryable)
         return RewardResult(
             score=scores.score,
             reward=scores.reward,
             strict_reward=scores.strict_reward,
-            latency_s=time.monotonic() - start,
-            retries=attempts.num_retries,
+            latency_s=time.monotonic() - attempts.started,
+            retries=attempts.num_repeats,
             error=None,
         )
 

@@ -12,13 +12,14 @@ from train.checkpoint import (
     save_checkpoint,
 )
 from train.config import TrainConfig
-from train.dist import ProcessContext, gather_in_policy_group
+from train.dist import ProcessContext, gather_from_all, gather_in_policy_group
 from train.evaluation import EvaluationReport, Evaluator
 from train.metrics import MetricsLogger, PhaseTimer, read_metrics
 from train.progress import Progress
 from train.reports import write_report
 from train.rewards import make_reward_client
 from train.step_metrics import report_cards, step_metrics
+from train.stop import StopRequest
 from train.trainer import StepError, StepReport, Trainer
 from train.wandb_sink import WandbSettings
 
@@ -36,8 +37,10 @@ class Run:
         timer = PhaseTimer(context.device.type == "cuda", on_enter=self._show_phase)
         rewards = make_reward_client(config.rewards.client_config(), context.rank)
         self.parts = assemble(config, context, rewards, timer)
-        self.trainer = Trainer(self.parts, context)
-        self.evaluator = Evaluator(self.parts, context)
+        self.stop = StopRequest()
+        self.trainer = Trainer(self.parts, context, should_stop=self.stop)
+        self.evaluator = Evaluator(self.parts, context, should_stop=self.stop)
+        self.saved_step: int | None = None
         self.start_step = self._resume()
         self.metrics = MetricsLogger(
             self.run_dir,
@@ -48,42 +51,60 @@ class Run:
         )
 
     def train(self) -> None:
-        """Runs the remaining steps.
+        """Runs the remaining steps. After a SIGTERM to any rank, all save and end with their step.
 
         Raises:
             StepError: a step could not be finished. A checkpoint that starts with that step has
                 been written before.
         """
         total = self.config.schedule.total_steps
+        self.stop.listen()
         with Progress(total, self.start_step, self.context.is_main) as self.progress:
             for step in range(self.start_step, total):
                 self._step(step)
+                if any(gather_from_all(self.context, self.stop())):
+                    self._save(step + 1)
+                    logger.warning("SIGTERM: stopped after step %d, see --auto_resume", step)
+                    break
         self.progress = None
 
     def close(self) -> None:
-        """Ends the reward client and the logs."""
+        """Ends the reward client and the logs; SIGTERM has its usual effect again."""
+        self.stop.restore()
         self.parts.rewards.close()
         self.metrics.close()
 
     def _step(self, step: int) -> None:
-        schedule = self.config.schedule
-        evaluation = None
-        if schedule.eval_freq and step % schedule.eval_freq == 0:
-            self.progress.begin_step(step, "evaluate")
-            evaluation = self.evaluator.run(step)
         before = self.parts.streams.state()
-        self.progress.begin_step(step, self.trainer.stage_of(step).value)
         try:
+            evaluation = self._evaluate(step)
+            self.progress.begin_step(step, self.trainer.stage_of(step).value)
             report = self.trainer.run_step(step)
         except StepError:
             self.parts.streams.load_state(before)
-            self._save(step)
-            logger.error("step %d was given up; a checkpoint starts with it again", step)
+            self._save_given_up(step)
             raise
         self._record(report, evaluation)
-        done, every = step + 1, schedule.save_every
+        done, schedule = step + 1, self.config.schedule
+        every = schedule.save_every
         if every and (done % every == 0 or done == schedule.total_steps):
             self._save(done)
+
+    def _evaluate(self, step: int) -> EvaluationReport | None:
+        every = self.config.schedule.eval_freq
+        if not every or step % every:
+            return None
+        self.progress.begin_step(step, "evaluate")
+        return self.evaluator.run(step)
+
+    def _save_given_up(self, step: int) -> None:
+        """Saves before the error of a step is raised, which a failing disk must not hide."""
+        try:
+            self._save(step)
+        except RuntimeError:  # on every rank
+            logger.exception("step %d was given up, and no checkpoint could be written", step)
+        else:
+            logger.error("step %d was given up; a checkpoint starts with it again", step)
 
     def _record(self, report: StepReport, evaluation: EvaluationReport | None) -> None:
         values = step_metrics(report, self.context)
@@ -102,6 +123,9 @@ class Run:
             write_report(self.run_dir, report.step, report.rollout.stage.value, cards, rows)
 
     def _save(self, next_step: int) -> None:
+        """Writes a checkpoint that starts with `next_step`, unless this run has just done so."""
+        if next_step == self.saved_step:
+            return
         self._show_phase("checkpoint")
         buffer = self.parts.buffer
         state = TrainState(
@@ -121,6 +145,7 @@ class Run:
             self.context,
             self.config.schedule.keep_checkpoints,
         )
+        self.saved_step = next_step
 
     def _resume(self) -> int:
         folder = self._resume_folder()

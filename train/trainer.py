@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,22 +10,19 @@ from PIL import Image
 
 from data.geneval import GenevalPrompt
 from modeling.bagel.bagel import Bagel
+from modeling.bagel.flow import StochasticDraw
 from modeling.bagel.probe import Probe, no_probe
 from train.advantages import Advantages, compute_advantages
 from train.assembly import Parts
-from train.dist import (
-    ProcessContext,
-    first_error,
-    gather_from_all,
-    mean_over_policy_group,
-)
+from train.dist import ProcessContext, gather_from_all, mean_over_policy_group
 from train.engine import resident_weights
 from train.learner import Scored
 from train.losses import LossReport
 from train.packing import Packed
 from train.records import BufferEntry, Rollout, Stage
 from train.refine_buffer import entry_from_record, entry_to_record
-from train.rewards import RewardResult, resolve_rewards
+from train.reward_rounds import await_rewards, never
+from train.rewards import RewardOutageError, RewardResult
 from train.rollout_controller import StepDraws, flow_trace
 
 logger = logging.getLogger("faster_r3")
@@ -53,11 +51,21 @@ class StepReport:
 
 
 class Trainer:
-    """Runs steps on one rank. Its methods are the phases of a step, in order."""
+    """Runs steps on one rank. Its methods are the phases of a step, in order.
 
-    def __init__(self, parts: Parts, context: ProcessContext, probe: Probe = no_probe):
+    `should_stop` says whether this rank has been told to end, which cuts short a wait for rewards.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        context: ProcessContext,
+        probe: Probe = no_probe,
+        should_stop: Callable[[], bool] = never,
+    ):
         self.parts = parts
         self.context = context
+        self.should_stop = should_stop
         self.config = parts.config
         self.recipe = parts.recipe
         self.timer = parts.timer
@@ -120,17 +128,18 @@ class Trainer:
     def _sample(self, step: int, stage: Stage, draws: StepDraws) -> Rollout:
         controller, count = self.parts.controller, self.config.samples_per_rank
         grid = controller.latent_grid(self.parts.image_size)
+        sde_index = None if draws.stochastic is None else draws.stochastic.index
         if stage is Stage.GENERATE:
             prompt = self.prompt(step)
             samples, flow = controller.generate([prompt] * count, draws)
-            return Rollout(stage, prompt, samples, flow_trace(flow, grid), draws.sde_index)
+            return Rollout(stage, prompt, samples, flow_trace(flow, grid), sde_index)
         entry = self.draw_entry(step)
         samples, flow, conditions = controller.refine(
             [entry.prompt] * count, [entry.picture] * count, draws
         )
         trace = flow_trace(flow, grid)
         return Rollout(
-            stage, entry.prompt, samples, trace, draws.sde_index, entry, conditions[0]
+            stage, entry.prompt, samples, trace, sde_index, entry, conditions[0]
         )
 
     def prompt(self, step: int) -> GenevalPrompt:
@@ -150,12 +159,13 @@ class Trainer:
         group = self.parts.streams.group_draws(
             step, shape, self.parts.compute_dtype, is_refine, bound
         )
-        is_stochastic = flow.enable_sde_edit if is_refine else flow.enable_sde_gen
+        stochastic = None
+        if flow.enable_sde_edit if is_refine else flow.enable_sde_gen:
+            stochastic = StochasticDraw(group.sde_index, self.parts.streams.flow_noise)
         return StepDraws(
             noise=group.noise,
-            sde_index=group.sde_index if is_stochastic else None,
             text=self.parts.streams.sample(step),
-            flow=self.parts.streams.flow_noise,
+            stochastic=stochastic,
         )
 
     def submit_rewards(self, rollout: Rollout) -> list:
@@ -178,19 +188,13 @@ class Trainer:
         Raises:
             StepError: on every rank, if the outage policy of one rank says not to go on.
         """
-        settings = self.config.rewards
         with self.timer.phase("rewards"):
-            results, error = [], None
             try:
-                results = resolve_rewards(
-                    futures, settings.reward_step_deadline_s, settings.reward_outage
+                return await_rewards(
+                    self.context, futures, self.config.rewards, self.should_stop
                 )
-            except RuntimeError as caught:
-                error = caught
-            message = first_error(self.context, error)
-        if message is not None:
-            raise StepError(f"no rewards for this step: {message}")
-        return results
+            except RewardOutageError as error:
+                raise StepError(f"no rewards for this step: {error}") from error
 
     def advantages(self, rollout: Rollout, rewards: list[RewardResult]) -> Advantages:
         """Advantages against the policy group's mean."""
@@ -215,7 +219,10 @@ class Trainer:
             return self.parts.optimizer.update(step)
 
     def fill_buffer(self, rollout: Rollout, rewards: list[RewardResult]) -> None:
-        """Shares the drawings of all ranks for the next refine step."""
+        """Shares the scored drawings of all ranks for the next refine step.
+
+        With no drawing scored anywhere the buffer keeps what it holds.
+        """
         with self.timer.phase("buffer"):
             mine = [
                 entry_to_record(BufferEntry(rollout.prompt, reward.score, sample.picture))
@@ -224,7 +231,8 @@ class Trainer:
             ]
             shared = gather_from_all(self.context, mine)
             entries = [entry_from_record(record) for records in shared for record in records]
-            self.parts.buffer.replace(entries)
+            if entries:
+                self.parts.buffer.replace(entries)
 
     def _group_mean(self, local: torch.Tensor) -> torch.Tensor:
         means, weights = local.unbind(-1)
