@@ -58,7 +58,8 @@ def check_cached(causal: bool, query_lengths: list[int]) -> dict:
     capacity, key_lengths, rows = 600, [512, 37 + query_lengths[1], 600], [2, 0, 1]
     q = draw(sum(query_lengths), HEADS, HEAD_SIZE, seed=3)
     keys, values = (draw(3, capacity, KV_HEADS, HEAD_SIZE, seed=i) for i in (4, 5))
-    read = cache_read(rows, query_lengths, key_lengths, capacity, causal, q.device)
+    used = torch.tensor(key_lengths, dtype=torch.int32, device=q.device)
+    read = cache_read(rows, query_lengths, used, capacity, causal)
     reference = cached_attention(q, keys, values, read)
     half = [x.bfloat16() for x in (q, keys, values)]
     out = cached_attention(*half, read)

@@ -12,6 +12,7 @@ from modeling.autoencoder import AutoEncoder, load_autoencoder
 from modeling.bagel.bagel import Bagel
 from modeling.bagel.config import BagelConfig, ImageSize
 from modeling.bagel.context import SpecialTokens
+from modeling.bagel.execution import build_execution
 from modeling.bagel.flow import FlowConfig
 from modeling.bagel.guidance import GuidanceConfig
 from modeling.bagel.tokenizer import BagelTokenizer, load_tokenizer
@@ -100,7 +101,13 @@ def assemble(
         autoencoder=autoencoder,
         optimizer=Optimizer(policy, optimizer_settings(config), context.device),
         controller=RolloutController(
-            policy, autoencoder, tokenizer, rollout_config(config, sizes, recipe), recipe, timer
+            policy,
+            autoencoder,
+            tokenizer,
+            rollout_config(config, sizes, recipe),
+            recipe,
+            timer,
+            execution=build_execution(config.switches, sizes.llm, context.device, dtype),
         ),
         learner=Learner(
             tokenizer,

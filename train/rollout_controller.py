@@ -12,11 +12,18 @@ from modeling.bagel.bagel import Bagel
 from modeling.bagel.cache import KvCache
 from modeling.bagel.config import LATENT_PATCH, ImageSize
 from modeling.bagel.context import NUM_MARKERS, ConditionImage, Contexts, SpecialTokens
-from modeling.bagel.flow import FlowBranches, FlowConfig, FlowResult, run_flow
+from modeling.bagel.execution import Execution
+from modeling.bagel.flow import (
+    FlowBranches,
+    FlowConfig,
+    FlowResult,
+    StochasticDraw,
+    run_flow,
+)
 from modeling.bagel.images import ImageTransform, patchify, to_rgb, to_uint8, unpatchify
 from modeling.bagel.probe import Probe, no_probe
 from modeling.bagel.sampling import SamplingConfig
-from modeling.bagel.text_decode import DecodedText, decode_text
+from modeling.bagel.text_decode import DecodedText
 from modeling.bagel.tokenizer import BagelTokenizer
 from train.interface_strings import (
     GENERATE_SYSTEM,
@@ -56,14 +63,13 @@ class RolloutConfig:
 class StepDraws:
     """Random inputs of one step, drawn by the caller from its explicit streams.
 
-    `noise` is [n, P] in the latents' type and starts every sample; `sde_index` is None for a
+    `noise` is [n, P] in the latents' type and starts every sample; `stochastic` is None for a
     flow without a stochastic step.
     """
 
     noise: Tensor
-    sde_index: int | None
     text: torch.Generator
-    flow: torch.Generator | None
+    stochastic: StochasticDraw | None = None
 
 
 class RolloutController:
@@ -78,6 +84,7 @@ class RolloutController:
         recipe: Recipe,
         timer: PhaseTimer,
         probe: Probe = no_probe,
+        execution: Execution | None = None,
     ):
         self.model = model
         self.autoencoder = autoencoder
@@ -86,6 +93,7 @@ class RolloutController:
         self.recipe = recipe
         self.timer = timer
         self.probe = probe
+        self.execution = execution or Execution()
         self.special = SpecialTokens(
             tokenizer.bos, tokenizer.eos, tokenizer.vision_start, tokenizer.vision_end
         )
@@ -220,14 +228,22 @@ class RolloutController:
         if not stage.think:
             return [DecodedText((), ())] * contexts.cache.num_rows
         with self.timer.phase("decode"):
-            return decode_text(contexts, stage.sampling, stage.max_tokens, draws.text)
+            return self.execution.decode(
+                contexts, stage.sampling, stage.max_tokens, draws.text
+            )
 
     def _flow(
         self, branches: FlowBranches, stage: StageConfig, draws: StepDraws, grid: ImageSize
     ) -> FlowResult:
         with self.timer.phase("flow"):
             return run_flow(
-                branches, draws.noise, grid, stage.flow, draws.sde_index, draws.flow, self.probe
+                branches,
+                draws.noise,
+                grid,
+                stage.flow,
+                draws.stochastic,
+                self.probe,
+                self.execution.make_velocity,
             )
 
     def _sample(
@@ -239,7 +255,13 @@ class RolloutController:
     def _contexts(self, rows: int, capacity: int) -> Contexts:
         weight = self.model.llm2vae.weight
         cache = KvCache(self.model.config.llm, rows, capacity, weight.device, weight.dtype)
-        return Contexts(self.model, cache, self.special, self.recipe.rollout_rounding)
+        return Contexts(
+            self.model,
+            cache,
+            self.special,
+            self.recipe.rollout_rounding,
+            self.execution.stacks,
+        )
 
     def _room_for_noise(self, grid: ImageSize) -> int:
         return grid.height * grid.width + NUM_MARKERS

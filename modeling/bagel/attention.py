@@ -46,14 +46,12 @@ def varlen_attention(
 class CacheRead:
     """Which cached positions each of the packed query sequences sees.
 
-    `rows[i]` is the cache row of sequence i, `query_lengths[i]` its tokens and `key_lengths[i]`
-    the filled positions of that row, its own tokens included. The tensors repeat that for the
-    kernels, int32 on the device.
+    `rows[i]` is the cache row of sequence i, `query_lengths[i]` its tokens and `keys_used[i]` the
+    filled positions of that row, its own tokens included. Tensors are int32 on the device.
     """
 
     rows: tuple[int, ...]
     query_lengths: tuple[int, ...]
-    key_lengths: tuple[int, ...]
     causal: bool
     query_bounds: Tensor
     key_starts: Tensor
@@ -63,21 +61,20 @@ class CacheRead:
 def cache_read(
     rows: list[int],
     query_lengths: list[int],
-    key_lengths: list[int],
+    keys_used: Tensor,
     capacity: int,
     causal: bool,
-    device: torch.device,
 ) -> CacheRead:
     """Builds a CacheRead; `capacity` is C, the padded length of a cache row."""
+    device = keys_used.device
     starts = [row * capacity for row in rows]
     return CacheRead(
         rows=tuple(rows),
         query_lengths=tuple(query_lengths),
-        key_lengths=tuple(key_lengths),
         causal=causal,
         query_bounds=_bounds(query_lengths, device),
-        key_starts=torch.tensor([*starts, starts[-1] + capacity], dtype=torch.int32, device=device),
-        keys_used=torch.tensor(key_lengths, dtype=torch.int32, device=device),
+        key_starts=_ints([*starts, starts[-1] + capacity], device),
+        keys_used=keys_used,
     )
 
 
@@ -101,7 +98,8 @@ def cached_attention(q: Tensor, keys: Tensor, values: Tensor, read: CacheRead) -
             read.query_bounds,
             read.key_starts,
             max(read.query_lengths),
-            max(read.key_lengths),
+            # The capacity, not the fill: the kernel splits keys by it, and sums in another order.
+            keys.shape[1],
             0.0,
             read.causal,
             False,
@@ -109,7 +107,7 @@ def cached_attention(q: Tensor, keys: Tensor, values: Tensor, read: CacheRead) -
         )[0]
     outputs = []
     pieces = q.split(list(read.query_lengths))
-    for q1, row, used in zip(pieces, read.rows, read.key_lengths, strict=True):
+    for q1, row, used in zip(pieces, read.rows, read.keys_used.tolist(), strict=True):
         mask = None
         if read.causal and q1.shape[0] > 1:
             mask = torch.ones(q1.shape[0], used, dtype=torch.bool, device=q.device)
@@ -235,7 +233,11 @@ def _bounds(lengths: list[int], device: torch.device) -> Tensor:
     totals = [0]
     for length in lengths:
         totals.append(totals[-1] + length)
-    return torch.tensor(totals, dtype=torch.int32, device=device)
+    return _ints(totals, device)
+
+
+def _ints(values: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal=False) -> Tensor:

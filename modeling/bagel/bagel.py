@@ -5,6 +5,7 @@ cached pass. Shape letters: S packed tokens, D hidden, V vocabulary, P latent to
 """
 
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,22 @@ from modeling.bagel.cache import CacheAppend
 from modeling.bagel.config import BagelConfig, ImageSize
 from modeling.bagel.images import position_ids
 from modeling.bagel.layers import Connector, PositionTable, TimestepEmbedder, sincos_table
-from modeling.bagel.qwen2_navit import ExpertOrder, MotCausalLM, QkRounding
+from modeling.bagel.qwen2_navit import (
+    Decoder,
+    ExpertOrder,
+    MotCausalLM,
+    QkRounding,
+    Rotary,
+)
 from modeling.bagel.siglip_navit import SiglipVit
+
+
+class Stack(Protocol):
+    """Runs all decoder layers of a rollout pass and the final norm, bit for bit like `extend`."""
+
+    def run(
+        self, decoder: Decoder, x: Tensor, experts: ExpertOrder, rotary: Rotary, append: CacheAppend
+    ) -> Tensor: ...
 
 
 class Bagel(nn.Module):
@@ -106,6 +121,7 @@ class Bagel(nn.Module):
         rope_ids: Tensor,
         append: CacheAppend,
         rounding: QkRounding,
+        stack: Stack | None = None,
     ) -> Tensor:
         """The rollout's pass: new tokens behind cached contexts, on resident weights.
 
@@ -115,11 +131,14 @@ class Bagel(nn.Module):
             rope_ids: int64 [S] in document order.
             append: where their keys and values go and what they see.
             rounding: where q and k are rounded.
+            stack: what runs the layers; None runs them one by one, eagerly.
 
         Returns:
             [S, D], final-normed, in expert order.
         """
         rotary = self.decoder.rotary(rope_ids, experts, rounding)
+        if stack is not None:
+            return stack.run(self.decoder, x, experts, rotary, append)
         for index, layer in enumerate(self.decoder.layers):
             x = layer.run(x, experts, rotary, partial(append.attend, index))
         return self.decoder.final_norm(x, experts)

@@ -50,7 +50,8 @@ class KvCache:
             for i in range(length)
         ]
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
-        read = cache_read(rows, lengths, ends, self.capacity, causal, self.device)
+        used = torch.tensor(ends, dtype=torch.int32, device=self.device)
+        read = cache_read(rows, lengths, used, self.capacity, causal)
         return CacheAppend(self, torch.tensor(places, device=self.device), read)
 
     def advance(self, rows: list[int], lengths: list[int], rope_steps: list[int]) -> None:
@@ -73,4 +74,8 @@ class CacheAppend:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         keys.flatten(0, 1).index_copy_(0, self.places, k)
         values.flatten(0, 1).index_copy_(0, self.places, v)
-        return cached_attention(q, keys, values, self.read)
+        return self.read_attention(layer, q)
+
+    def read_attention(self, layer: int, q: Tensor) -> Tensor:
+        """Attends from q [T, N, H] over what the cache holds, the new tokens included."""
+        return cached_attention(q, self.cache.keys[layer], self.cache.values[layer], self.read)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from modeling.bagel.bagel import Bagel
+from modeling.bagel.bagel import Bagel, Stack
 from modeling.bagel.cache import CacheAppend, KvCache
 from modeling.bagel.config import ImageSize
 from modeling.bagel.images import position_ids
@@ -54,11 +54,30 @@ class ImageAppend:
     lengths: list[int]
 
 
+@dataclass(frozen=True)
+class Stacks:
+    """What runs the layers over text and over image segments; None is the eager path."""
+
+    text: Stack | None = None
+    image: Stack | None = None
+
+
+EAGER = Stacks()
+
+
 class Contexts:
     """B growing contexts over one KV cache. Construct and use on resident weights, no_grad."""
 
-    def __init__(self, model: Bagel, cache: KvCache, special: SpecialTokens, rounding: QkRounding):
+    def __init__(
+        self,
+        model: Bagel,
+        cache: KvCache,
+        special: SpecialTokens,
+        rounding: QkRounding,
+        stacks: Stacks = EAGER,
+    ):
         self.model = model
+        self.stacks = stacks
         self.cache = cache
         self.special = special
         self.rounding = rounding
@@ -84,15 +103,20 @@ class Contexts:
         ids = torch.tensor([i for run in tokens for i in run], device=self.device)
         append = self.cache.append(rows, lengths, causal=True)
         experts = ExpertOrder(ids.numel(), 0, None, None)
-        hidden = self.model.extend(
-            self.model.embed_text(ids),
-            experts,
-            torch.tensor(ropes, device=self.device),
-            append,
-            self.rounding,
-        )
+        rope_ids = torch.tensor(ropes, device=self.device)
+        hidden = self.extend_text(self.model.embed_text(ids), experts, rope_ids, append)
         self.cache.advance(rows, lengths, lengths)
         return hidden
+
+    def extend_text(
+        self, x: Tensor, experts: ExpertOrder, rope_ids: Tensor, append: CacheAppend
+    ) -> Tensor:
+        """The layers over text tokens, which are all of the und expert."""
+        return self.model.extend(x, experts, rope_ids, append, self.rounding, self.stacks.text)
+
+    def weights(self) -> list[Tensor]:
+        """All weights that a pass reads, as they lie now."""
+        return list(self.model.parameters())
 
     def add_vit(self, images: list[ConditionImage]) -> None:
         """Appends the image-encoder segment of `images[i]` to context i."""
@@ -180,4 +204,6 @@ class Contexts:
         if experts.num_gen == 0:
             x = x[experts.inverse]
             experts = ExpertOrder(x.shape[0], 0, None, None)
-        return self.model.extend(x, experts, plan.rope_ids, plan.append, self.rounding)
+        return self.model.extend(
+            x, experts, plan.rope_ids, plan.append, self.rounding, self.stacks.image
+        )

@@ -3,6 +3,7 @@
 Shape letters: B samples, n image tokens, P numbers in a latent token (64).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -59,14 +60,37 @@ class FlowResult:
     stochastic: StochasticStep | None
 
 
+@dataclass(frozen=True)
+class StochasticDraw:
+    """Which forward is stochastic, and the stream that its noise comes from."""
+
+    index: int
+    generator: torch.Generator
+
+
+Velocity = Callable[[Tensor, Tensor], Tensor]
+"""Velocity [B, n, P] of latents x [B, n, P] at a time t (fp32 scalar on the device)."""
+MakeVelocity = Callable[[Contexts, ImageSize], Velocity]
+
+
+def eager_velocity(contexts: Contexts, grid: ImageSize) -> Velocity:
+    """The forward of one branch, run operator by operator."""
+    plan = contexts.plan_noise(grid)
+
+    def velocity(x: Tensor, t: Tensor) -> Tensor:
+        return contexts.noise_velocity(plan, x, t.expand(x.shape[0] * x.shape[1]))
+
+    return velocity
+
+
 def run_flow(
     branches: FlowBranches,
     noise: Tensor,
     grid: ImageSize,
     config: FlowConfig,
-    sde_index: int | None = None,
-    generator: torch.Generator | None = None,
+    draw: StochasticDraw | None = None,
     probe: Probe = no_probe,
+    make_velocity: MakeVelocity = eager_velocity,
 ) -> FlowResult:
     """Integrates the flow from noise to latents.
 
@@ -75,23 +99,23 @@ def run_flow(
         noise: [n, P], the start of every sample; its type is the latents' type.
         grid: rows and columns of image tokens, n in all.
         config: the recipe.
-        sde_index: which forward is stochastic; None for none.
-        generator: stream of the stochastic step's noise.
+        draw: which forward is stochastic, and its stream; None for none.
         probe: sees `flow{i}.{branch}` velocities and `sde.{x_t,velocity,x_next}`.
+        make_velocity: makes the forward of one branch; eager or captured.
     """
     num_samples = branches.cond.cache.num_rows
     x = noise.expand(num_samples, *noise.shape).contiguous()
-    plans = {name: contexts.plan_noise(grid) for name, contexts in branches.items()}
-    times, steps = (a.to(x.device) for a in flow_schedule(config.num_timesteps, config.shift))
+    forwards = {name: make_velocity(contexts, grid) for name, contexts in branches.items()}
+    times, steps = flow_schedule(config.num_timesteps, config.shift)
+    on_device = torch.stack((times, steps)).to(x.device)
     stochastic = None
     for index, t_value in enumerate(times.tolist()):
         guided = config.guidance.is_active(t_value)
-        t, dt = times[index], steps[index]
+        t, dt = on_device[:, index]
         velocities = {}
-        for name, contexts in branches.items():
+        for name, forward in forwards.items():
             if name == "cond" or guided:
-                t_tokens = t.expand(x.shape[0] * x.shape[1])
-                velocities[name] = contexts.noise_velocity(plans[name], x, t_tokens).float()
+                velocities[name] = forward(x, t).float()
                 probe(f"flow{index}.{name}", velocities[name])
         v = guide(
             velocities["cond"],
@@ -99,8 +123,9 @@ def run_flow(
             velocities.get("cfg_img"),
             config.guidance,
         )
-        if index == sde_index:
-            stochastic = _stochastic_step(x, v, t, dt, config, generator)
+        if draw is not None and index == draw.index:
+            scored = _stochastic_step(x, v, (t, dt), config, draw.generator)
+            stochastic = StochasticStep(x, *scored, t_value, steps[index].item())
             probe("sde.x_t", x)
             probe("sde.velocity", v)
             probe("sde.x_next", stochastic.after)
@@ -111,13 +136,13 @@ def run_flow(
 
 
 def _stochastic_step(
-    x: Tensor, v: Tensor, t: Tensor, dt: Tensor, config: FlowConfig, generator
-) -> StochasticStep:
+    x: Tensor, v: Tensor, times: tuple[Tensor, Tensor], config: FlowConfig, generator
+) -> tuple[Tensor, Tensor]:
+    """The latent after the step, in the type of x, and the log-prob fp32 [B, n]."""
     flat = (x.shape[0] * x.shape[1], x.shape[2])
-    draw = torch.randn(flat, generator=generator, device=generator.device).to(x.device)
-    step = sde_step(x.float(), v, t, dt, config.sde, draw.view(x.shape))
+    noise = torch.randn(flat, generator=generator, device=generator.device).to(x.device)
+    step = sde_step(x.float(), v, *times, config.sde, noise.view(x.shape))
     after = step.next.to(x.dtype)
-    log_prob = step.log_prob
     if config.score_stored:
-        log_prob = sde_log_prob(after.float(), step.mean, step.std)
-    return StochasticStep(x, after, log_prob, t.item(), dt.item())
+        return after, sde_log_prob(after.float(), step.mean, step.std)
+    return after, step.log_prob

@@ -116,7 +116,9 @@ FUSION_SWITCHES = (
     "R3_FUSED_SWIGLU_CONTRACT",
 )
 # Names move in here when the path behind them exists; until then the eager path runs.
-BUILT_FUSIONS: frozenset[str] = frozenset()
+BUILT_FUSIONS: frozenset[str] = frozenset(
+    {"R3_FUSED_DECODE", "R3_FUSED_DECODE_STREAMS", "R3_FUSE_FLOW"}
+)
 BUILT_ATTENTION: frozenset[str] = frozenset({"auto", "dense", "flex"})
 
 

@@ -127,7 +127,7 @@ def test_draws_come_from_one_stream_a_batch(make, script, monkeypatch):
         generator = torch.Generator().manual_seed((0 + 1) * (3 // 2 + 1) + first_index)
         for _, _, draws, _ in seen[first_turn : first_turn + 2]:
             assert torch.equal(draws.noise, torch.randn((16, 64), generator=generator))
-            assert draws.sde_index is None and draws.flow is None
+            assert draws.stochastic is None
         assert torch.equal(seen[first_turn][3], generator.get_state())
     stages = evaluator.controller.config.generate, evaluator.controller.config.refine
     assert all(stage.flow.num_timesteps == 3 for stage in stages)

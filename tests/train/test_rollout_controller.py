@@ -7,12 +7,13 @@ from PIL import Image
 
 from data.geneval import GenevalPrompt, parse_prompt
 from modeling.autoencoder import load_autoencoder
+from modeling.bagel import execution
 from modeling.bagel.context import Contexts
+from modeling.bagel.flow import StochasticDraw
 from modeling.bagel.images import patchify
 from modeling.bagel.text_decode import DecodedText
 from modeling.bagel.weights import read_bagel_config
 from tests.tiny import CHECKPOINT, CPU, tiny_config, tiny_model, tiny_tokenizer
-from train import rollout_controller
 from train.assembly import rollout_config
 from train.interface_strings import GENERATE_SYSTEM, REFLECT_SYSTEM, reflect_request
 from train.metrics import PhaseTimer
@@ -35,7 +36,8 @@ def controller(recipe: str = "consistent", **flags: object) -> RolloutController
 
 def draws(sde_index: int | None = 1, tokens: int = 16) -> StepDraws:
     text, flow, noise = (torch.Generator().manual_seed(seed) for seed in (1, 2, 3))
-    return StepDraws(torch.randn(tokens, 64, generator=noise), sde_index, text, flow)
+    stochastic = None if sde_index is None else StochasticDraw(sde_index, flow)
+    return StepDraws(torch.randn(tokens, 64, generator=noise), text, stochastic)
 
 
 def prompt(words: str) -> GenevalPrompt:
@@ -99,7 +101,7 @@ def thoughts(monkeypatch):
             ids = [(tokenizer.bos, *tokenizer.encode(t), tokenizer.eos) for t in texts]
             return [DecodedText(i, (0.5,) * (len(i) - 1)) for i in ids]
 
-        monkeypatch.setattr(rollout_controller, "decode_text", decode)
+        monkeypatch.setattr(execution, "decode_text", decode)
 
     return say
 

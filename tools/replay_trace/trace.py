@@ -150,7 +150,7 @@ class Trace:
         raise ValueError(f"{self.folder}: {self.config['data']} is not beside it")
 
     def train_config(self, checkpoint: Path, num_shard: int) -> TrainConfig:
-        """The trace's settings as a configuration of the trainer, on shard groups of `num_shard`."""
+        """The trace's settings as flags of the trainer, on shard groups of `num_shard` ranks."""
         unknown = sorted(set(self.config) - set(SAME_NAME) - DESCRIPTIVE)
         if unknown:
             raise ValueError(f"{self.folder}: settings that are not understood: {unknown}")

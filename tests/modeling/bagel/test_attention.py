@@ -62,13 +62,13 @@ def test_cached_attention_is_attention_over_the_filled_positions(causal):
         queries.append(q[used - count :])
         mask = full_or_causal(count, used, causal)
         expected.append(softmax_attention(queries[-1], k, v, mask))
-    read = cache_read(rows, new, filled, capacity, causal, CPU)
+    read = cache_read(rows, new, torch.tensor(filled, dtype=torch.int32), capacity, causal)
     out = cached_attention(torch.cat(queries), keys, values, read)
     torch.testing.assert_close(out, torch.cat(expected), rtol=1e-5, atol=1e-5)
 
 
 def test_cache_read_describes_padded_rows_to_kernels():
-    read = cache_read([2, 0], [3, 1], [7, 4], 9, True, CPU)
+    read = cache_read([2, 0], [3, 1], torch.tensor([7, 4], dtype=torch.int32), 9, True)
     assert read.query_bounds.tolist() == [0, 3, 4]
     assert read.key_starts.tolist()[:2] == [18, 0]
     assert read.keys_used.tolist() == [7, 4]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from modeling.bagel.config import ImageSize
 from modeling.bagel.context import Contexts
-from modeling.bagel.flow import FlowBranches, FlowConfig, run_flow
+from modeling.bagel.flow import FlowBranches, FlowConfig, StochasticDraw, run_flow
 from modeling.bagel.guidance import GuidanceConfig, guide
 from modeling.diffusion.sde_sampler import SdeConfig, sde_log_prob, sde_mean, sde_std
 from tests.tiny import contexts
@@ -97,7 +97,8 @@ def test_copies_run_inside_the_interval_only(interval, guided):
 @torch.no_grad()
 def test_stochastic_step_draws_once_for_all_samples():
     stream, expected = (torch.Generator().manual_seed(8) for _ in range(2))
-    result = run_flow(FlowBranches(branches().cond), noise(), GRID, config(), 1, stream)
+    draw = StochasticDraw(1, stream)
+    result = run_flow(FlowBranches(branches().cond), noise(), GRID, config(), draw)
     draws = torch.randn(2 * NUM_TOKENS, 64, generator=expected).view(2, NUM_TOKENS, 64)
     assert torch.equal(stream.get_state(), expected.get_state())
 
@@ -119,11 +120,10 @@ def test_stochastic_step_draws_once_for_all_samples():
 
 @torch.no_grad()
 def test_no_stochastic_step_draws_nothing():
-    stream = torch.Generator().manual_seed(8)
-    before = stream.get_state()
-    result = run_flow(FlowBranches(branches().cond), noise(), GRID, config(), None, stream)
+    state = torch.get_rng_state()
+    result = run_flow(FlowBranches(branches().cond), noise(), GRID, config())
     assert result.stochastic is None
-    assert torch.equal(stream.get_state(), before)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @torch.no_grad()
@@ -134,7 +134,12 @@ def test_score_is_of_the_stored_latent_where_asked():
         flow = config(score_stored=stored)
         start = noise(torch.bfloat16)
         results[stored] = run_flow(
-            FlowBranches(branches().cond), start, GRID, flow, 1, stream, seen.__setitem__
+            FlowBranches(branches().cond),
+            start,
+            GRID,
+            flow,
+            StochasticDraw(1, stream),
+            seen.__setitem__,
         )
     assert results[True].latents.dtype == torch.bfloat16
     stored, drawn = results[True].stochastic, results[False].stochastic

@@ -1,0 +1,334 @@
+"""Fused elementwise operators of the rollout in Triton, bit-identical to their eager twins.
+
+Every kernel keeps the rounding points of the eager formula: no fused multiply-add, IEEE division,
+the accurate exponential, and sums in the order in which PyTorch's CUDA reduction adds them (see
+`_fold`). The twins are `RMSNorm` and `rotate` in layers.py, SwiGlu in qwen2_navit.py.
+
+Shape letters: S rows, D hidden, N heads, H head size, I width of the MLP.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+from triton.language.extra import libdevice
+
+VECTOR = 4
+MAX_REDUCE_THREADS = 512
+WARP = 32
+SILU_BLOCK = 1024
+# Contraction to a fused multiply-add would skip a rounding that the eager path has.
+EXACT = {"enable_fp_fusion": False}
+
+
+def reduce_width(num_rows: int, size: int) -> int:
+    """Threads that PyTorch's reduction puts on a row of `size` fp32 numbers, `num_rows` of them.
+
+    Follows the block shape of ATen's `setReduceConfig` for a contiguous inner dimension that is
+    read in vectors of 4: a warp, or more where few rows would leave threads idle.
+    """
+    vectors = 1 << ((size // VECTOR).bit_length() - 1)
+    rows = 1 << (num_rows.bit_length() - 1)
+    height = min(rows, MAX_REDUCE_THREADS // min(vectors, WARP))
+    return min(vectors, MAX_REDUCE_THREADS // height)
+
+
+def fits_norm(size: int) -> bool:
+    """Whether a row of this size is reduced in the order that the kernels repeat."""
+    return size % VECTOR == 0 and size >= 128
+
+
+# The interpreter knows only Triton's own functions, not those of the device library.
+INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+
+
+@triton.jit
+def _exp(x):
+    """The accurate exponential that PyTorch's kernels call."""
+    if INTERPRETED:
+        return tl.exp(x)
+    else:
+        return libdevice.exp(x)
+
+
+@triton.jit
+def _rsqrt(x):
+    if INTERPRETED:
+        return tl.rsqrt(x)
+    else:
+        return libdevice.rsqrt(x)
+
+
+@triton.jit
+def _fold(x, BATCH: tl.constexpr, WIDTH: tl.constexpr):
+    """Sums [BATCH, WIDTH] as ATen's block reduction adds threads: halves, then adjacent pairs."""
+    if WIDTH >= 512:
+        x = tl.sum(tl.reshape(x, (BATCH, 2, 256)), axis=1)
+    if WIDTH >= 256:
+        x = tl.sum(tl.reshape(x, (BATCH, 2, 128)), axis=1)
+    if WIDTH >= 128:
+        x = tl.sum(tl.reshape(x, (BATCH, 2, 64)), axis=1)
+    if WIDTH >= 64:
+        x = tl.sum(tl.reshape(x, (BATCH, 2, 32)), axis=1)
+    x = tl.sum(tl.reshape(x, (BATCH, 16, 2)), axis=2)
+    x = tl.sum(tl.reshape(x, (BATCH, 8, 2)), axis=2)
+    x = tl.sum(tl.reshape(x, (BATCH, 4, 2)), axis=2)
+    x = tl.sum(tl.reshape(x, (BATCH, 2, 2)), axis=2)
+    return tl.sum(x, axis=1)
+
+
+@triton.jit
+def _add_vectors(x, BATCH: tl.constexpr, WIDTH: tl.constexpr):
+    """Adds the 4 running sums of each thread in order: [BATCH, WIDTH * 4] to [BATCH, WIDTH]."""
+    even, odd = tl.split(tl.reshape(x, (BATCH, WIDTH, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return ((first + second) + third) + fourth
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    sum_ptr,
+    weight_ptr,
+    out_ptr,
+    eps,
+    inverse_size,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * SIZE
+    lanes = tl.arange(0, WIDTH * 4)
+    total = tl.zeros((WIDTH * 4,), dtype=tl.float32)
+    for start in range(0, SIZE, WIDTH * 4):
+        places = start + lanes
+        inside = places < SIZE
+        x = tl.load(x_ptr + row + places, mask=inside, other=0.0)
+        if HAS_RESIDUAL:
+            added = tl.load(residual_ptr + row + places, mask=inside, other=0.0)
+            x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
+        wide = x.to(tl.float32)
+        total += wide * wide
+    threads = _add_vectors(tl.reshape(total, (1, WIDTH * 4)), 1, WIDTH)
+    mean = _fold(threads, 1, WIDTH) * inverse_size
+    scale = _rsqrt(mean + eps)
+    places = tl.arange(0, BLOCK)
+    inside = places < SIZE
+    x = tl.load(x_ptr + row + places, mask=inside, other=0.0)
+    if HAS_RESIDUAL:
+        added = tl.load(residual_ptr + row + places, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
+        tl.store(sum_ptr + row + places, x, mask=inside)
+    weight = tl.load(weight_ptr + places, mask=inside, other=0.0).to(tl.float32)
+    normed = (x.to(tl.float32) * scale).to(x.dtype).to(tl.float32)
+    tl.store(out_ptr + row + places, (weight * normed).to(x.dtype), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """Writes RMSNorm of x [S, D] by weight [D] into `out` [S, D]; all contiguous, one type."""
+    _launch_norm(x, x, x, weight, eps, out, has_residual=False)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor, out: Tensor
+) -> None:
+    """Writes x + residual into `total` and its RMSNorm into `out`; all [S, D], contiguous."""
+    _launch_norm(x, residual, total, weight, eps, out, has_residual=True)
+
+
+def _launch_norm(
+    x: Tensor,
+    residual: Tensor,
+    total: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    has_residual: bool,
+) -> None:
+    num_rows, size = x.shape
+    if num_rows == 0:
+        return
+    _rms_norm_kernel[(num_rows,)](
+        x,
+        residual,
+        total,
+        weight,
+        out,
+        eps,
+        1 / size,
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
+        WIDTH=reduce_width(num_rows, size),
+        HAS_RESIDUAL=has_residual,
+        num_warps=4,
+        **EXACT,
+    )
+
+
+@triton.jit
+def _norm_heads(
+    x, other, w, w_other, eps, HEADS: tl.constexpr, H: tl.constexpr, EARLY: tl.constexpr
+):
+    """Normalises heads [HEADS, H] and their rotated halves by one scale a head."""
+    wide = x.to(tl.float32)
+    mean = _fold(_add_vectors(wide * wide, HEADS, H // 4), HEADS, H // 4) * (1.0 / H)
+    scale = _rsqrt(mean + eps)[:, None]
+    a, b = wide * scale, other.to(tl.float32) * scale
+    if EARLY:
+        a, b = a.to(x.dtype).to(tl.float32), b.to(x.dtype).to(tl.float32)
+    a, b = w[None, :] * a, w_other[None, :] * b
+    if EARLY:
+        a, b = a.to(x.dtype).to(tl.float32), b.to(x.dtype).to(tl.float32)
+    return a, b
+
+
+@triton.jit
+def _rotate_heads(a, b, cos, sin, sign, dtype: tl.constexpr, EARLY: tl.constexpr):
+    """a * cos + (rotated halves) * sin, rounded after each step where the eager path is."""
+    if EARLY:
+        cos, sin = cos.to(dtype).to(tl.float32), sin.to(dtype).to(tl.float32)
+        left = (a * cos[None, :]).to(dtype).to(tl.float32)
+        right = (b * sign[None, :] * sin[None, :]).to(dtype).to(tl.float32)
+    else:
+        left = a * cos[None, :]
+        right = b * sign[None, :] * sin[None, :]
+    return (left + right).to(dtype)
+
+
+@triton.jit
+def _qk_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    document_ptr,
+    slot_ptr,
+    q_out_ptr,
+    key_ptr,
+    value_ptr,
+    eps,
+    Q_HEADS: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    H: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, H)
+    partner = (lane + H // 2) % H
+    sign = tl.where(lane < H // 2, -1.0, 1.0)
+    cos, sin = tl.load(cos_ptr + row * H + lane), tl.load(sin_ptr + row * H + lane)
+    dtype: tl.constexpr = q_out_ptr.dtype.element_ty
+
+    heads = tl.arange(0, Q_BLOCK)[:, None]
+    inside = heads < Q_HEADS
+    base = q_ptr + row * (Q_HEADS * H) + heads * H
+    w, w_other = tl.load(q_weight_ptr + lane), tl.load(q_weight_ptr + partner)
+    a, b = _norm_heads(
+        tl.load(base + lane[None, :], mask=inside, other=0.0),
+        tl.load(base + partner[None, :], mask=inside, other=0.0),
+        w.to(tl.float32),
+        w_other.to(tl.float32),
+        eps,
+        Q_BLOCK,
+        H,
+        EARLY,
+    )
+    place = tl.load(document_ptr + row) * (Q_HEADS * H)
+    rotated = _rotate_heads(a, b, cos, sin, sign, dtype, EARLY)
+    tl.store(q_out_ptr + place + heads * H + lane[None, :], rotated, mask=inside)
+
+    heads = tl.arange(0, KV_BLOCK)[:, None]
+    inside = heads < KV_HEADS
+    base = k_ptr + row * (KV_HEADS * H) + heads * H
+    w, w_other = tl.load(k_weight_ptr + lane), tl.load(k_weight_ptr + partner)
+    a, b = _norm_heads(
+        tl.load(base + lane[None, :], mask=inside, other=0.0),
+        tl.load(base + partner[None, :], mask=inside, other=0.0),
+        w.to(tl.float32),
+        w_other.to(tl.float32),
+        eps,
+        KV_BLOCK,
+        H,
+        EARLY,
+    )
+    slot = tl.load(slot_ptr + row) * (KV_HEADS * H)
+    rotated = _rotate_heads(a, b, cos, sin, sign, dtype, EARLY)
+    tl.store(key_ptr + slot + heads * H + lane[None, :], rotated, mask=inside)
+    value = tl.load(v_ptr + row * (KV_HEADS * H) + heads * H + lane[None, :], mask=inside)
+    tl.store(value_ptr + slot + heads * H + lane[None, :], value, mask=inside)
+
+
+def qk_norm_rope_store(
+    projections: tuple[Tensor, Tensor, Tensor],
+    weights: tuple[Tensor, Tensor],
+    tables: tuple[Tensor, Tensor],
+    targets: tuple[Tensor, Tensor],
+    outputs: tuple[Tensor, Tensor, Tensor],
+    eps: float,
+    early: bool,
+) -> None:
+    """Norm and RoPE of q and k, q to document order, k and v straight into the cache.
+
+    Args:
+        projections: q [S, N * H], k and v [S, K * H], rows in expert order.
+        weights: of the q and k norms [H].
+        tables: cosines and sines fp32 [S, 1, H], rows likewise.
+        targets: int64 [S]: document position and cache slot of each row.
+        outputs: q by document position [*, N, H]; keys and values by slot [*, K, H].
+        eps: of the norms.
+        early: whether values are rounded to their type between norm and RoPE.
+    """
+    q, k, v = projections
+    num_rows, head_size = q.shape[0], weights[0].shape[0]
+    if num_rows == 0:
+        return
+    q_heads, kv_heads = q.shape[1] // head_size, k.shape[1] // head_size
+    _qk_kernel[(num_rows,)](
+        q,
+        k,
+        v,
+        *weights,
+        *tables,
+        *targets,
+        *outputs,
+        eps,
+        Q_HEADS=q_heads,
+        Q_BLOCK=triton.next_power_of_2(q_heads),
+        KV_HEADS=kv_heads,
+        KV_BLOCK=triton.next_power_of_2(kv_heads),
+        H=head_size,
+        EARLY=early,
+        num_warps=4,
+        **EXACT,
+    )
+
+
+@triton.jit
+def _silu_mul_kernel(gate_ptr, up_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < count
+    gate = tl.load(gate_ptr + places, mask=inside, other=0.0)
+    up = tl.load(up_ptr + places, mask=inside, other=0.0)
+    wide = gate.to(tl.float32)
+    silu = tl.div_rn(wide, 1.0 + _exp(-wide)).to(gate.dtype)
+    product = silu.to(tl.float32) * up.to(tl.float32)
+    tl.store(out_ptr + places, product.to(gate.dtype), mask=inside)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up for contiguous tensors of one shape and type; silu is rounded first."""
+    out = torch.empty_like(gate)
+    count = gate.numel()
+    if count:
+        grid = (triton.cdiv(count, SILU_BLOCK),)
+        _silu_mul_kernel[grid](gate, up, out, count, BLOCK=SILU_BLOCK, num_warps=4, **EXACT)
+    return out

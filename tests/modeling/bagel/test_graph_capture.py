@@ -1,0 +1,91 @@
+"""Capture, replay, detection of moved memory, fallback and counters, on a fake backend."""
+
+import logging
+
+import pytest
+import torch
+
+from modeling.bagel.graph_capture import GraphCapture, StaleGraphError
+from tests.fake_graph import FakeBackend
+
+
+class Box:
+    """A tensor that can be moved to new memory."""
+
+    def __init__(self):
+        self.value = torch.zeros(3)
+
+    def add(self) -> None:
+        self.value.add_(1)
+
+    def watched(self) -> list[torch.Tensor]:
+        return [self.value]
+
+
+def captured():
+    box, backend = Box(), FakeBackend()
+    capture = GraphCapture(backend)
+    return box, backend, capture, capture.capture(box.add, box.watched)
+
+
+def test_capture_records_without_running_and_replay_runs():
+    box, backend, capture, work = captured()
+    assert box.value.tolist() == [0, 0, 0]
+    for _ in range(3):
+        work.replay()
+    assert box.value.tolist() == [3, 3, 3]
+    assert (backend.captures, capture.counters.captured, capture.counters.replayed) == (1, 1, 3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda value: value.clone(),
+        lambda value: value[:2],
+        lambda value: value.view(torch.int32),
+        lambda value: value.view(3, 1),
+    ],
+    ids=["address", "shape", "dtype", "rank"],
+)
+def test_replay_refuses_what_has_moved_or_changed(change):
+    box, backend, _, work = captured()
+    box.value = change(box.value)
+    with pytest.raises(StaleGraphError, match="moved"):
+        work.replay()
+    assert backend.replays == 0
+
+
+def test_run_records_anew_where_memory_moved():
+    box, backend, capture, work = captured()
+    old, box.value = box.value, torch.full((3,), 5.0)
+    work.run()
+    assert box.value.tolist() == [6, 6, 6]
+    assert old.tolist() == [0, 0, 0]
+    assert (backend.captures, capture.counters.recaptured) == (2, 1)
+    work.run()
+    assert backend.captures == 2
+
+
+def test_released_graph_is_not_replayed():
+    _, backend, _, work = captured()
+    work.release()
+    with pytest.raises(StaleGraphError, match="released"):
+        work.replay()
+    assert backend.replays == 0
+
+
+def test_without_backend_nothing_is_captured():
+    capture = GraphCapture(None)
+    assert not capture.is_available
+    with pytest.raises(RuntimeError, match="needs a GPU"):
+        capture.capture(lambda: None, list)
+
+
+def test_fallback_warns_once_for_each_reason(caplog):
+    capture = GraphCapture(None)
+    with caplog.at_level(logging.WARNING, logger="faster_r3"):
+        for reason in ("a", "a", "b"):
+            capture.fall_back(reason)
+    assert [record.getMessage()[-1] for record in caplog.records] == ["a", "b"]
+    assert capture.counters.fallen_back == 3
+    assert capture.counters.metrics()["graphs/fallen_back"] == 3.0
