@@ -55,19 +55,19 @@ def write_checkpoint(out: Path, num_layers: int, num_vit_layers: int, seed: int)
     vit = {**VIT, "num_hidden_layers": num_vit_layers + 1}  # the last one is never used
     (out / "llm_config.json").write_text(json.dumps(llm, indent=1), encoding="utf-8")
     (out / "vit_config.json").write_text(json.dumps(vit, indent=1), encoding="utf-8")
-    _write_tokenizer(out)
+    write_tokenizer(out)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device=device).manual_seed(seed)
     config = BagelConfig(read_llm_config(out), read_vit_config(out), MAX_LATENT_SIZE)
     with torch.device("meta"):
         shapes = parameter_shapes(Bagel(config))
         vae_shapes = parameter_shapes(AutoEncoder(VAE))
-    write_bf16(out / "ema.safetensors", shapes, _draw(shapes, generator))
-    vae = dict(zip(vae_shapes, (t.cpu() for t in _draw(vae_shapes, generator)), strict=True))
+    write_bf16(out / "ema.safetensors", shapes, draw_tensors(shapes, generator))
+    vae = dict(zip(vae_shapes, (t.cpu() for t in draw_tensors(vae_shapes, generator)), strict=True))
     save_file(vae, out / "ae.safetensors")
 
 
-def _draw(shapes: Mapping[str, tuple], generator: torch.Generator) -> Iterator[Tensor]:
+def draw_tensors(shapes: Mapping[str, tuple], generator: torch.Generator) -> Iterator[Tensor]:
     """Norm weights 1, biases 0, position tables 0 (they are rebuilt), the rest normal."""
     device = generator.device
     for name, shape in shapes.items():
@@ -81,7 +81,7 @@ def _draw(shapes: Mapping[str, tuple], generator: torch.Generator) -> Iterator[T
             yield torch.randn(shape, generator=generator, device=device) * std
 
 
-def _write_tokenizer(out: Path) -> None:
+def write_tokenizer(out: Path) -> None:
     """A byte-level vocabulary without merges, and the markers under their real ids."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -1,0 +1,276 @@
+"""Times rollouts of a random model of the real widths: eager against captured and fused.
+
+    python -m tools.bench_rollout --layers 6 --json OUT.json
+
+4 samples, 512 x 512, the recipe's schedule, thoughts forced to full length. Before it times a mode
+it compares ids, probabilities, latents and pictures with the eager path, bit for bit, also with
+samples that finish at different turns.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from data.geneval import GenevalPrompt, parse_prompt
+from modeling.autoencoder import AutoEncoder
+from modeling.bagel.bagel import Bagel
+from modeling.bagel.config import BagelConfig, LlmConfig, VitConfig
+from modeling.bagel.execution import build_execution
+from modeling.bagel.flow import FlowResult, StochasticDraw
+from modeling.bagel.switches import read_switches
+from modeling.bagel.tokenizer import load_tokenizer
+from tools.make_random_checkpoint import (
+    LLM,
+    MAX_LATENT_SIZE,
+    VAE,
+    VIT,
+    draw_tensors,
+    write_tokenizer,
+)
+from train.assembly import rollout_config
+from train.config import from_flags
+from train.metrics import PhaseTimer
+from train.recipe import UPSTREAM
+from train.records import Sample
+from train.rollout_controller import RolloutController, StepDraws
+
+SAMPLES, TOKENS = 4, 1024
+COPY_TB_S, GEMM_TFLOP_S = 4.3, 808.0
+PROMPT = {
+    "tag": "color_attr",
+    "include": [
+        {"class": "oven", "count": 1, "color": "black"},
+        {"class": "umbrella", "count": 1, "color": "green"},
+    ],
+    "prompt": "a photo of a black oven and a green umbrella",
+}
+
+
+@dataclass
+class Bench:
+    """A model, and one controller for each mode."""
+
+    model: Bagel
+    controllers: dict[str, RolloutController]
+    prompt: GenevalPrompt
+    picture: Image.Image
+
+
+def sizes(num_layers: int) -> BagelConfig:
+    """Real widths, any depth."""
+    llm = LlmConfig(
+        hidden_size=LLM["hidden_size"],
+        intermediate_size=LLM["intermediate_size"],
+        num_layers=num_layers,
+        num_heads=LLM["num_attention_heads"],
+        num_kv_heads=LLM["num_key_value_heads"],
+        vocab_size=LLM["vocab_size"],
+    )
+    vit = VitConfig(
+        hidden_size=VIT["hidden_size"],
+        intermediate_size=VIT["intermediate_size"],
+        num_layers=26,
+        num_heads=VIT["num_attention_heads"],
+        image_size=VIT["image_size"],
+        patch_size=VIT["patch_size"],
+    )
+    return BagelConfig(llm, vit, MAX_LATENT_SIZE)
+
+
+def materialise(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """Random weights on the GPU for a module on the meta device."""
+    module.to(dtype).to_empty(device="cuda")
+    module.requires_grad_(False)
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    for param, value in zip(
+        module.parameters(), draw_tensors(shapes, generator), strict=True
+    ):
+        param.copy_(value)
+    return module
+
+
+def build(num_layers: int, modes: list[str]) -> Bench:
+    config = sizes(num_layers)
+    with torch.device("meta"):
+        model, autoencoder = Bagel(config), AutoEncoder(VAE)
+    materialise(model, torch.bfloat16)
+    materialise(autoencoder, torch.float32)
+    for name, table in model.position_tables().items():
+        model.get_parameter(name).copy_(table)
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(Path(folder))
+        tokenizer = load_tokenizer(folder)
+    rolls = rollout_config(from_flags({}), config, UPSTREAM)
+    device = torch.device("cuda")
+    controllers = {}
+    for mode in modes:
+        switches = read_switches({"R3_EXECUTION": mode})
+        execution = build_execution(switches, config.llm, device, torch.bfloat16)
+        timer = PhaseTimer(synchronize=True)
+        controllers[mode] = RolloutController(
+            model, autoencoder, tokenizer, rolls, UPSTREAM, timer, execution=execution
+        )
+    pixels = np.random.default_rng(0).integers(0, 256, (512, 512, 3), dtype=np.uint8)
+    prompt = parse_prompt(PROMPT, "bench")
+    return Bench(model, controllers, prompt, Image.fromarray(pixels))
+
+
+def draws(seed: int, sde_index: int) -> StepDraws:
+    text, flow, noise = (
+        torch.Generator(device="cuda").manual_seed(seed * 3 + i) for i in range(3)
+    )
+    start = torch.randn(TOKENS, 64, generator=noise, device="cuda", dtype=torch.bfloat16)
+    return StepDraws(start, text, StochasticDraw(sde_index, flow))
+
+
+@torch.no_grad()
+def roll(bench: Bench, mode: str, stage: str, seed: int) -> tuple[list[Sample], FlowResult]:
+    """One rollout of a stage."""
+    controller, prompts = bench.controllers[mode], [bench.prompt] * SAMPLES
+    if stage == "generate":
+        return controller.generate(prompts, draws(seed, 3))
+    pictures = [bench.picture] * SAMPLES
+    return controller.refine(prompts, pictures, draws(seed, 1))[:2]
+
+
+def differences(a: tuple, b: tuple) -> list[str]:
+    """What two rollouts do not have in common, by name; empty if they are bit-identical."""
+    (samples, flow), (others, reference) = a, b
+    found = []
+    for i, (sample, other) in enumerate(zip(samples, others, strict=True)):
+        if sample.thought.ids != other.thought.ids:
+            found.append(f"ids of sample {i}")
+        elif sample.thought.probs != other.thought.probs:
+            found.append(f"probabilities of sample {i}")
+        if sample.picture.tobytes() != other.picture.tobytes():
+            found.append(f"picture of sample {i}")
+    pairs = {"latents": (flow.latents, reference.latents)}
+    for name in ("before", "after", "log_prob"):
+        pairs[name] = (getattr(flow.stochastic, name), getattr(reference.stochastic, name))
+    return found + [name for name, (x, y) in pairs.items() if not torch.equal(x, y)]
+
+
+def compare(bench: Bench, mode: str, num_steps: int) -> dict[str, list[str]]:
+    """Differences from the eager path, by step; every other step ends samples early."""
+    found = {}
+    for stage in ("generate", "refine"):
+        for step in range(num_steps):
+            full = roll(bench, "eager", stage, step)
+            name = f"{stage} {step}"
+            if step % 2 == 0:
+                found[name] = differences(roll(bench, mode, stage, step), full)
+                continue
+            # A token that was drawn midway takes the part of eos: its sample ends there.
+            ids = full[0][step % SAMPLES].thought.ids
+            eos = ids[len(ids) // 2]
+            for controller in bench.controllers.values():
+                controller.special = replace(controller.special, eos=eos)
+            early = roll(bench, "eager", stage, step)
+            found[name + " early"] = differences(roll(bench, mode, stage, step), early)
+            lengths = sorted(len(sample.thought.ids) for sample in early[0])
+            print(f"{name}: thoughts of {lengths} ids")
+            for controller in bench.controllers.values():
+                tokenizer = controller.tokenizer
+                controller.special = replace(controller.special, eos=tokenizer.eos)
+    return found
+
+
+def measure(bench: Bench, mode: str, repeats: int) -> dict[str, float]:
+    """Medians of the figures of one mode, seconds or milliseconds as named."""
+    controller, figures = bench.controllers[mode], {}
+    torch.cuda.reset_peak_memory_stats()
+    for stage in ("generate", "refine"):
+        config = getattr(controller.config, stage)
+        roll(bench, mode, stage, 0)
+        rows = []
+        for repeat in range(repeats):
+            controller.timer.reset()
+            roll(bench, mode, stage, repeat)
+            seconds = controller.timer.seconds()
+            rows.append({**seconds, "rollout": sum(seconds.values())})
+        for name in rows[0]:
+            figures[f"{stage}/{name}_s"] = statistics.median(row[name] for row in rows)
+        times = config.flow.num_timesteps - 1
+        figures[f"{stage}/decode_ms_per_token"] = (
+            figures[f"{stage}/decode_s"] / (config.max_tokens + 1) * 1e3
+        )
+        forwards = count_forwards(controller, stage)
+        figures[f"{stage}/flow_ms_per_forward"] = figures[f"{stage}/flow_s"] / forwards * 1e3
+        figures[f"{stage}/flow_forwards"] = float(forwards)
+        assert forwards >= times
+    figures["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    figures |= controller.execution.capture.counters.metrics()
+    return figures
+
+
+def count_forwards(controller: RolloutController, stage: str) -> int:
+    """Forwards of all branches in one flow of a stage."""
+    from modeling.diffusion.sde_sampler import flow_schedule
+
+    flow = getattr(controller.config, stage).flow
+    copies = 1 + (flow.guidance.text_scale > 1) + (flow.guidance.image_scale > 1)
+    times, _ = flow_schedule(flow.num_timesteps, flow.shift)
+    return sum(copies if flow.guidance.is_active(t) else 1 for t in times.tolist())
+
+
+def floors(config: BagelConfig) -> dict[str, float]:
+    """Least times by the card's measured rates: weights read once; matrix products at full rate."""
+    llm = config.llm
+    attention = llm.hidden_size * (2 * llm.hidden_size + 2 * llm.num_kv_heads * llm.head_size)
+    layer = attention + 3 * llm.hidden_size * llm.intermediate_size
+    read = 2 * (llm.num_layers * layer + llm.vocab_size * llm.hidden_size)
+    products = 2 * layer * llm.num_layers * SAMPLES * (TOKENS + 2)
+    return {
+        "decode_ms_per_token": read / (COPY_TB_S * 1e12) * 1e3,
+        "flow_ms_per_forward": products / (GEMM_TFLOP_S * 1e12) * 1e3,
+    }
+
+
+def print_table(results: dict[str, dict], floor: dict[str, float]) -> None:
+    names = list(dict.fromkeys(name for figures in results.values() for name in figures))
+    print(f"{'figure':<34}" + "".join(f"{mode:>12}" for mode in results) + f"{'floor':>12}")
+    for name in names:
+        cells = "".join(f"{figures.get(name, float('nan')):>12.4g}" for figures in results.values())
+        bound = floor.get(name.partition("/")[2])
+        print(f"{name:<34}{cells}" + (f"{bound:>12.4g}" if bound else ""))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--compare-steps", type=int, default=4)
+    parser.add_argument("--modes", default="eager,exact", help="commas between several")
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("error: no GPU: this command times real widths", file=sys.stderr)
+        return 2
+    modes = args.modes.split(",")
+    with torch.no_grad():
+        bench = build(args.layers, modes)
+    compared, results = {}, {}
+    for mode in modes:
+        if mode != "eager" and args.compare_steps:
+            compared[mode] = compare(bench, mode, args.compare_steps)
+            for name, found in compared[mode].items():
+                print(f"{mode} {name}: {'bit-identical' if not found else found}")
+        results[mode] = measure(bench, mode, args.repeats)
+    print_table(results, floors(bench.model.config))
+    if args.json:
+        record = {"layers": args.layers, "compared": compared, "figures": results}
+        args.json.write_text(json.dumps(record, indent=1))
+    return 1 if any(found for by_step in compared.values() for found in by_step.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""Runs operator cases: first bit for bit against the eager twins, then, if all hold, timed."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+from triton.testing import do_bench
+
+from tools.operator_cases import DISTRIBUTIONS, Case, cases, same_bits
+
+COPY_BYTES = 2 * 2**31
+
+
+def copy_rate() -> float:
+    """Bytes a second of a large device-to-device copy, read and written."""
+    source = torch.empty(COPY_BYTES // 2, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return COPY_BYTES / (do_bench(lambda: target.copy_(source), return_mode="median") * 1e-3)
+
+
+def check(case: Case) -> dict:
+    """Whether a case holds, and where not how far off it is."""
+    results, expected = case.run(), case.twin()
+    holds = all(same_bits(a, b) for a, b in zip(results, expected, strict=True))
+    record = {"name": case.name, "passed": holds}
+    if not holds:
+        wrong = sum(
+            int((a.view(torch.int16) != b.view(torch.int16)).sum())
+            for a, b in zip(results, expected, strict=True)
+        )
+        record["wrong_values"] = wrong
+        print(f"{case.name}: {wrong} values differ")
+    return record
+
+
+def measure(case: Case, rate: float) -> dict:
+    """Median time of the fused and the eager form, and the share of the card's bandwidth."""
+    fused = do_bench(case.run, return_mode="median")
+    eager = do_bench(case.twin, return_mode="median")
+    share = case.num_bytes / (fused * 1e-3) / rate
+    print(f"{case.name:<34}{fused * 1e3:>9.1f} us  eager {eager * 1e3:>9.1f} us  {share:>6.1%}")
+    return {"name": case.name, "fused_ms": fused, "eager_ms": eager, "bandwidth_share": share}
+
+
+def main(description: str, rows: tuple[int, ...], timed_rows: tuple[int, ...]) -> int:
+    """Checks all cases of `rows`, times those of `timed_rows`; 1 if any case fails."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, help="where the results go")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("error: no GPU: the kernels run interpreted in the tests", file=sys.stderr)
+        return 2
+    with torch.no_grad():
+        checked = [check(case) for case in cases(rows, DISTRIBUTIONS)]
+        failed = [record["name"] for record in checked if not record["passed"]]
+        print(f"{len(checked)} cases, {len(failed)} failed")
+        timed = []
+        if not failed:
+            rate = copy_rate()
+            print(f"copy {rate / 1e12:.2f} TB/s; outputs are filled with NaN in every timed call")
+            timed = [measure(case, rate) for case in cases(timed_rows, ("normal",))]
+    if args.json:
+        args.json.write_text(json.dumps({"checked": checked, "timed": timed}, indent=1))
+    return 1 if failed else 0
