@@ -121,6 +121,28 @@ print_command() {
   printf '\n'
 }
 
+# The processes that torchrun has started on this machine.
+rank_pids() {
+  cat "/proc/$TORCHRUN_PID"/task/*/children 2>/dev/null || true
+}
+
+# Hands a SIGTERM to the ranks, which finish their step, save and end. torchrun would be in a hurry:
+# it kills them 30 s after its own SIGTERM. Before it has started any, it gets the signal itself.
+on_term() {
+  local ranks
+  ranks="$(rank_pids)"
+  was_signalled=1
+  # shellcheck disable=SC2086 # several numbers
+  kill -TERM ${ranks:-$TORCHRUN_PID} 2>/dev/null || true
+}
+
+# A Ctrl-C reaches torchrun and the ranks by itself; only a torchrun that has just been started in
+# the background does not listen to it yet.
+on_int() {
+  was_signalled=1
+  [[ -n "$(rank_pids)" ]] || kill -TERM "$TORCHRUN_PID" 2>/dev/null || true
+}
+
 # One evaluation prompt for each of 8 ranks. Written beside and moved, nodes may share LOG_DIR.
 write_validation_prompts() {
   local source="$REPO_ROOT/data/rl_test/test_geneval.jsonl"
@@ -198,12 +220,23 @@ CONSOLE_LOG="$RUN_DIR/console.log"
 ((NODE_RANK == 0)) || CONSOLE_LOG="$RUN_DIR/console_node$NODE_RANK.log"
 touch "$CONSOLE_LOG" # a resumed run appends
 old_bytes="$(stat -c %s "$CONSOLE_LOG")"
-# pipefail keeps torchrun's exit status; `tee -i` outlives a Ctrl-C, so the last lines are kept.
-status=0
-{
-  print_command "${command[@]}"
-  "${command[@]}"
-} 2>&1 | tee -i -a "$CONSOLE_LOG" || status=$?
+# In the background, since bash handles a signal only when a foreground command has ended. `tee -i`
+# outlives a Ctrl-C, which reaches all of them by itself, so the last lines are kept.
+exec 3> >(exec tee -i -a "$CONSOLE_LOG")
+TEE_PID=$!
+print_command "${command[@]}" >&3
+"${command[@]}" >&3 2>&1 3>&- &
+TORCHRUN_PID=$!
+trap on_term TERM
+trap on_int INT
+was_signalled=1
+while ((was_signalled)); do # a signal ends `wait` early
+  was_signalled=0
+  status=0
+  wait "$TORCHRUN_PID" || status=$?
+done
+exec 3>&-
+wait "$TEE_PID" || true
 if ((status != 0)); then
   # torchrun ends with a traceback of its own; the trainer's first error is what matters.
   error="$(tail -c "+$((old_bytes + 1))" "$CONSOLE_LOG" | grep -m 1 '^error: ' || true)"

@@ -132,6 +132,41 @@ def test_first_error_of_the_trainer_is_the_last_line(launch):
     assert launch(**run).stderr == ""
 
 
+RANKS = """#!/usr/bin/env bash
+trap 'echo "torchrun was told"; exit 9' TERM
+rank() {
+  trap 'echo "rank $1 saves"; sleep 0.3; exit 0' TERM
+  echo "rank $1 runs"
+  for ((i = 0; i < 300; i++)); do sleep 0.1; done
+  exit 5
+}
+rank 0 & first=$!
+rank 1 & second=$!
+wait "$first" && wait "$second"
+"""
+
+
+def test_a_sigterm_reaches_the_ranks_and_their_status_counts(launch):
+    write_program(launch.programs / "torchrun", RANKS)
+    path = f"{launch.programs}{os.pathsep}{os.environ['PATH']}"
+    with subprocess.Popen(
+        ["bash", str(launch.tree / LAUNCHER)],
+        env={"PATH": path, "HOME": str(launch.folder), "MODEL_PATH": "/m", "EXP_NAME": "e"},
+        cwd=launch.folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        lines = [process.stdout.readline() for _ in range(3)]
+        assert sorted(lines[1:]) == ["rank 0 runs\n", "rank 1 runs\n"]
+        process.terminate()
+        rest, _ = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert sorted(rest.splitlines()) == ["rank 0 saves", "rank 1 saves"]
+    log = (launch.folder / "output" / "R3" / "e" / "console.log").read_text()
+    assert log == "".join(lines) + rest
+
+
 def test_validation_prompts_default_to_the_first_eight(launch):
     done = launch(MODEL_PATH="/m")
     config = parse_args(trainer_arguments(done.stdout), environ={})
