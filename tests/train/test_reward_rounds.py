@@ -29,8 +29,8 @@ from train.reward_rounds import await_rewards, never
 from train.rewards import RewardClient, RewardOutageError
 from train.settings import ProcessConfig, RewardSettings
 
-GROUP_TIMEOUT_S = 4.0
-DOWN_S = 6.0
+GROUP_TIMEOUT_S = 3.0
+DOWN_S = 4.5
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def _dies_for_rank_1(context: ProcessContext) -> dict:
         timer.start()
     start = time.monotonic()
     try:
-        results = score(context, f"http://127.0.0.1:{port}", "wait", 1.5)
+        results = score(context, f"http://127.0.0.1:{port}", "wait", 1.0)
     finally:
         timer.cancel()
         for stub in stubs:
@@ -155,7 +155,7 @@ def _gives_up_on_rank_1(context: ProcessContext, policy: str) -> dict:
     with running(behave) as stub:
         start = time.monotonic()
         try:
-            results = score(context, stub.url, policy, 1.5)
+            results = score(context, stub.url, policy, 1.0)
         except RewardOutageError as error:
             return {"error": str(error), "seconds": time.monotonic() - start}
         return {"errors": [r.error is not None for r in results]}
