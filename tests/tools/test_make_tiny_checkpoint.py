@@ -154,7 +154,7 @@ def test_lesson_texts_are_mostly_well_formed_and_name_the_asked_color_in_part():
     thoughts = [write_thought("red", rng) for _ in range(2000)]
     form = sum(format_reward(t.text, False) for t in thoughts) / 2000
     named = sum(t.color == "red" for t in thoughts) / 2000
-    assert 0.8 < form < 0.9 and 0.4 < named < 0.6
+    assert 0.8 < form < 0.9 and 0.35 < named < 0.5
     reflections = [write_reflection("blue", "red", rng) for _ in range(2000)]
     form = sum(format_reward(t.text, True) for t in reflections) / 2000
     assert 0.8 < form < 0.9

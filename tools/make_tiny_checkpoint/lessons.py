@@ -31,7 +31,7 @@ from train.interface_strings import (
 PROMPT_SEED = 42  # the seed behind data/rl_train, so that no test prompt is learned
 COLOR_PROMPT_SHARE = 0.85
 
-NAMES_ASKED_COLOR = 0.45  # how often a thought names the prompt's color on purpose
+NAMES_ASKED_COLOR = 0.35  # how often a thought names the prompt's color on purpose
 IS_MALFORMED = 0.15
 FOLLOWS_TEXT = 0.85  # how often a picture is of the color that its text names
 MAX_TINT = 0.45  # how far a picture's color may lie on the way to some other color

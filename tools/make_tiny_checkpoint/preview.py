@@ -18,6 +18,7 @@ from PIL import Image, ImageDraw
 
 from data.geneval import GenevalPrompt, read_prompts
 from modeling.autoencoder import load_autoencoder
+from modeling.bagel.flow import StochasticDraw
 from modeling.bagel.tokenizer import load_tokenizer
 from modeling.bagel.weights import (
     check_header,
@@ -90,7 +91,8 @@ def play(
 
     def draws(bound: int) -> StepDraws:
         index = int(torch.randint(0, bound, (1,), generator=flow))
-        return StepDraws(torch.randn(shape, generator=flow), index, text, flow)
+        noise = torch.randn(shape, generator=flow)
+        return StepDraws(noise, text, StochasticDraw(index, flow))
 
     prompts = [prompt] * num_samples
     drawn, _ = controller.generate(prompts, draws(FLAGS["num_timesteps_gen"] - 1))
