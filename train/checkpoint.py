@@ -163,6 +163,24 @@ def load_checkpoint(
     return state
 
 
+def load_weights(folder: str | Path, model: nn.Module) -> None:
+    """Reads a checkpoint's parameters into `model` (plain, materialised), in the model's dtypes.
+
+    For a single process without a process group, whatever the number of ranks that saved. Raises
+    ValueError for a folder that is no complete checkpoint or holds other parameters, RuntimeError
+    where it cannot be read.
+    """
+    folder = Path(folder)
+    _require_complete(folder)
+    saved = _saved_shapes(folder)
+    weights = {name: shape for name, shape in saved.items() if name.startswith("model.")}
+    _require_fit(_model_shapes(model), weights)
+    try:
+        _read_tensors(folder / TENSOR_FOLDER, _model_tensors(model))
+    except RuntimeError as error:
+        raise RuntimeError(f"{folder} cannot be read: {error}") from error
+
+
 def _on_all(context: Ranks, what: str, action: Callable):
     """Result of `action`; if it fails anywhere, all ranks raise, so that none waits for another."""
     result, error = None, None
@@ -224,21 +242,34 @@ def _prepare_adam(model: nn.Module, optimizer: torch.optim.AdamW, saved: set[str
 
 def _check_tensors(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW) -> set[str]:
     """Names in the checkpoint, after comparing names and shapes; nothing is read or changed."""
-    metadata = dcp.FileSystemReader(folder / TENSOR_FOLDER).read_metadata().state_dict_metadata
-    shapes = {f"model.{name}": param.shape for name, param in model.named_parameters()}
+    saved, shapes = _saved_shapes(folder), _model_shapes(model)
     for name, param in _optimized(model, optimizer).items():
-        present = [part for part in _ADAM_PARTS if f"{part}.{name}" in metadata]
-        shapes |= {f"{part}.{name}": param.shape if part != "step" else () for part in present}
-    problems = [f"{name} is missing" for name in shapes if name not in metadata]
-    problems += [f"{name} is not of this model" for name in metadata if name not in shapes]
+        present = [part for part in _ADAM_PARTS if f"{part}.{name}" in saved]
+        shape = tuple(param.shape)
+        shapes |= {f"{part}.{name}": shape if part != "step" else () for part in present}
+    _require_fit(shapes, saved)
+    return set(saved)
+
+
+def _model_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {f"model.{name}": tuple(param.shape) for name, param in model.named_parameters()}
+
+
+def _saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    metadata = dcp.FileSystemReader(folder / TENSOR_FOLDER).read_metadata().state_dict_metadata
+    return {name: tuple(entry.size) for name, entry in metadata.items()}
+
+
+def _require_fit(wanted: dict[str, tuple[int, ...]], saved: dict[str, tuple[int, ...]]) -> None:
+    problems = [f"{name} is missing" for name in wanted if name not in saved]
+    problems += [f"{name} is not of this model" for name in saved if name not in wanted]
     problems += [
-        f"{name} has shape {tuple(metadata[name].size)}, expected {tuple(shape)}"
-        for name, shape in shapes.items()
-        if name in metadata and tuple(metadata[name].size) != tuple(shape)
+        f"{name} has shape {saved[name]}, expected {shape}"
+        for name, shape in wanted.items()
+        if name in saved and saved[name] != shape
     ]
     if problems:
         raise ValueError(f"{len(problems)} tensors do not fit: {'; '.join(problems[:8])}")
-    return set(metadata)
 
 
 def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -314,16 +345,20 @@ def _shared_fields() -> tuple[str, ...]:
 
 
 def _read_record(folder: Path, world_size: int) -> dict:
-    path = folder / STATE_FILE
-    if not path.is_file():
-        raise ValueError(f"{path} is missing: not a checkpoint, or an unfinished one")
-    record = json.loads(path.read_text(encoding="utf-8"))
+    _require_complete(folder)
+    record = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
     if record["world_size"] != world_size:
         raise ValueError(
             f"saved by {record['world_size']} ranks, this run has {world_size}: random streams and "
             "buffer are per rank (--nproc_per_node, --nnodes)"
         )
     return record
+
+
+def _require_complete(folder: Path) -> None:
+    path = folder / STATE_FILE
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: not a checkpoint, or an unfinished one")
 
 
 def _start_folder(partial: Path) -> None:
