@@ -199,17 +199,35 @@ def measure(bench: Bench, mode: str, repeats: int) -> dict[str, float]:
             rows.append({**seconds, "rollout": sum(seconds.values())})
         for name in rows[0]:
             figures[f"{stage}/{name}_s"] = statistics.median(row[name] for row in rows)
-        times = config.flow.num_timesteps - 1
         figures[f"{stage}/decode_ms_per_token"] = (
             figures[f"{stage}/decode_s"] / (config.max_tokens + 1) * 1e3
         )
         forwards = count_forwards(controller, stage)
         figures[f"{stage}/flow_ms_per_forward"] = figures[f"{stage}/flow_s"] / forwards * 1e3
         figures[f"{stage}/flow_forwards"] = float(forwards)
-        assert forwards >= times
     figures["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    figures |= controller.execution.capture.counters.metrics()
+    figures |= controller.execution.counters()
     return figures
+
+
+def profile(bench: Bench, mode: str, stage: str, num_rows: int = 16) -> list[dict]:
+    """Kernels of one rollout by total time: milliseconds, calls, name."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    with record(activities=[ProfilerActivity.CUDA]) as profiler:
+        roll(bench, mode, stage, 0)
+        torch.cuda.synchronize()
+    events = profiler.key_averages()
+    events = sorted(events, key=lambda event: -event.self_device_time_total)[:num_rows]
+    rows = [
+        {"ms": e.self_device_time_total / 1e3, "calls": e.count, "kernel": e.key[:90]}
+        for e in events
+    ]
+    print(f"kernels of one {mode} {stage} rollout")
+    for row in rows:
+        print(f"{row['ms']:>9.1f} ms {row['calls']:>7} x  {row['kernel']}")
+    return rows
 
 
 def count_forwards(controller: RolloutController, stage: str) -> int:
@@ -250,6 +268,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--compare-steps", type=int, default=4)
     parser.add_argument("--modes", default="eager,exact", help="commas between several")
+    parser.add_argument("--profile", action="store_true", help="list the last mode's kernels")
     parser.add_argument("--json", type=Path, help="where the figures go")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -263,13 +282,15 @@ def main(argv: list[str] | None = None) -> int:
         if mode != "eager" and args.compare_steps:
             compared[mode] = compare(bench, mode, args.compare_steps)
             for name, found in compared[mode].items():
-                print(f"{mode} {name}: {'bit-identical' if not found else found}")
+                print(f"{mode} {name}: {found if found else 'bit-identical'}")
         results[mode] = measure(bench, mode, args.repeats)
+    kernels = profile(bench, modes[-1], "generate") if args.profile else []
     print_table(results, floors(bench.model.config))
     if args.json:
-        record = {"layers": args.layers, "compared": compared, "figures": results}
+        record = {"layers": args.layers, "compared": compared, "figures": results, "kernels": kernels}
         args.json.write_text(json.dumps(record, indent=1))
-    return 1 if any(found for by_step in compared.values() for found in by_step.values()) else 0
+    differs = any(found for by_step in compared.values() for found in by_step.values())
+    return 1 if differs else 0
 
 
 if __name__ == "__main__":

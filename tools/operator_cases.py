@@ -120,10 +120,9 @@ def qk_case(rows: int, distribution: str, early: bool) -> Case:
         queries = poisoned(rows, HEADS, HEAD_SIZE)
         keys, values = (poisoned(rows + CACHE_SLACK, KV_HEADS, HEAD_SIZE) for _ in range(2))
         turn = Attention._norm_and_rotate
-        heads = (rows, -1, HEAD_SIZE)
-        queries[order] = turn(q.view(heads), q_norm, cos, sin, early)
-        keys[slots] = turn(k.view(heads), k_norm, cos, sin, early)
-        values[slots] = v.view(heads)
+        queries[order] = turn(q.view(rows, HEADS, HEAD_SIZE), q_norm, cos, sin, early)
+        keys[slots] = turn(k.view(rows, KV_HEADS, HEAD_SIZE), k_norm, cos, sin, early)
+        values[slots] = v.view(rows, KV_HEADS, HEAD_SIZE)
         return [queries, keys, values]
 
     name = f"qk_norm_rope {rows} {distribution} {'early' if early else 'late'}"

@@ -1,5 +1,6 @@
 """Samples one step: contexts, thoughts, flows and pictures, on resident policy weights."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,10 @@ from train.interface_strings import (
 from train.metrics import PhaseTimer
 from train.recipe import Recipe
 from train.records import FlowTrace, Sample, says_no_edit
+
+SHARED_IMAGE_TOKENS = 512
+"""Latents of a picture that samples share are prefilled once from so many tokens on: below,
+matrix products of one picture and of several may round differently."""
 
 
 @dataclass(frozen=True)
@@ -114,16 +119,21 @@ class RolloutController:
         system = self.tokenizer.encode(GENERATE_SYSTEM)
         requests = [self.tokenizer.encode(prompt.prompt) for prompt in prompts]
         room = [len(system) + 2, max(map(len, requests)) + 2, stage.max_tokens + 1]
-        with self.timer.phase("prefill"):
-            cond = self._contexts(len(prompts), sum(room) + self._room_for_noise(grid))
+
+        def add_system(contexts: Contexts) -> None:
             if stage.think:
-                cond.add_text([system] * len(prompts))
-            cond.add_text(requests)
+                contexts.add_text([system] * contexts.cache.num_rows)
+
+        def add_all(contexts: Contexts) -> None:
+            add_system(contexts)
+            contexts.add_text(requests[: contexts.cache.num_rows])
+
+        rows, noise = len(prompts), self._room_for_noise(grid)
+        with self.timer.phase("prefill"):
+            cond = self._prefilled(rows, sum(room) + noise, add_all, _all_equal(requests))
             text = None
             if stage.flow.guidance.text_scale > 1:
-                text = self._contexts(len(prompts), room[0] + self._room_for_noise(grid))
-                if stage.think:
-                    text.add_text([system] * len(prompts))
+                text = self._prefilled(rows, room[0] + noise, add_system, is_shared=True)
         thoughts = self._think(cond, stage, draws)
         flow = self._flow(FlowBranches(cond, text), stage, draws, grid)
         pictures = self.decode_pictures(flow.latents, grid)
@@ -162,7 +172,10 @@ class RolloutController:
         return [Image.fromarray(to_uint8(picture.float())) for picture in decoded]
 
     def conditions(self, images: list[Image.Image]) -> list[ConditionImage]:
-        """Encodes pictures of one size once, for every context and for the learner."""
+        """Encodes pictures of one size for every context and for the learner.
+
+        The same picture object gives the same record.
+        """
         with self.timer.phase("encode"):
             device, dtype = self.model.llm2vae.weight.device, self.model.dtype
             pixels = torch.stack([self.config.vae_transform(to_rgb(image)) for image in images])
@@ -170,15 +183,14 @@ class RolloutController:
                 # As one batch even where pictures repeat: convolutions of a batch and of a
                 # single picture may round differently, and the recorded runs encode a batch.
                 latents = self.autoencoder.encode(pixels.to(device))
-            features: dict[int, tuple] = {}
-            for image in images:
-                if id(image) not in features:
-                    features[id(image)] = self._vit_features(image, device, dtype)
             side = ImageSize(*(n // LATENT_PATCH for n in latents.shape[-2:]))
-            return [
-                ConditionImage(*features[id(image)], patchify(x.to(dtype), LATENT_PATCH), side)
-                for image, x in zip(images, latents, strict=True)
-            ]
+            encoded: dict[int, ConditionImage] = {}
+            for image, latent in zip(images, latents, strict=True):
+                if id(image) not in encoded:
+                    tokens = patchify(latent.to(dtype), LATENT_PATCH)
+                    vit = self._vit_features(image, device, dtype)
+                    encoded[id(image)] = ConditionImage(*vit, tokens, side)
+            return [encoded[id(image)] for image in images]
 
     def _vit_features(self, image: Image.Image, device: torch.device, dtype: torch.dtype) -> tuple:
         patch = self.model.config.vit.patch_size
@@ -197,11 +209,17 @@ class RolloutController:
         system = self.tokenizer.encode(REFLECT_SYSTEM)
         requests = [self.tokenizer.encode(reflect_request(p.prompt)) for p in prompts]
         room = len(system) + 2 + _vit_length(conditions) + max(map(len, requests)) + 2
+
+        def add_all(contexts: Contexts) -> None:
+            rows = contexts.cache.num_rows
+            contexts.add_text([system] * rows)
+            contexts.add_vit(conditions[:rows])
+            contexts.add_text(requests[:rows])
+
+        is_shared = _all_equal(requests) and _all_same(conditions)
         with self.timer.phase("prefill"):
-            contexts = self._contexts(len(prompts), room + stage.max_tokens + 1)
-            contexts.add_text([system] * len(prompts))
-            contexts.add_vit(conditions)
-            contexts.add_text(requests)
+            capacity = room + stage.max_tokens + 1
+            contexts = self._prefilled(len(prompts), capacity, add_all, is_shared)
         return self._think(contexts, stage, draws)
 
     def _edit_contexts(
@@ -211,14 +229,20 @@ class RolloutController:
         room = self._room_for_noise(grid) + max(map(len, texts)) + 2
         image_room = _vit_length(conditions) + max(c.latents.shape[0] for c in conditions) + 2
         overlay = self.recipe.overlay_edit_images
+
+        def add_image(contexts: Contexts) -> None:
+            contexts.add_image(conditions[: contexts.cache.num_rows], overlay)
+
         with self.timer.phase("prefill"):
-            cond = self._contexts(len(texts), room + image_room)
-            cond.add_image(conditions, overlay)
-            cond.add_text(texts)
+            rows, capacity = len(texts), room + image_room
+            is_large = conditions[0].latents.shape[0] >= SHARED_IMAGE_TOKENS
+            is_shared = is_large and _all_same(conditions)
+            cond = self._prefilled(rows, capacity, add_image, is_shared)
             guidance, text, image = self.config.refine.flow.guidance, None, None
             if guidance.text_scale > 1:
-                text = self._contexts(len(texts), room + image_room)
-                text.add_image(conditions, overlay)
+                text = self._contexts(rows, capacity)
+                text.cache.copy_rows(cond.cache)
+            cond.add_text(texts)
             if guidance.image_scale > 1:
                 image = self._contexts(len(texts), room)
                 image.add_text(texts)
@@ -252,6 +276,19 @@ class RolloutController:
         text = self.tokenizer.extract_generated_text(thought.ids) if thought.ids else ""
         return Sample(thought, text, format_reward(text, is_answer_due), operation, picture)
 
+    def _prefilled(
+        self, rows: int, capacity: int, fill: Callable[[Contexts], None], is_shared: bool
+    ) -> Contexts:
+        """Contexts after `fill`, which is done once for all rows where they begin alike."""
+        contexts = self._contexts(rows, capacity)
+        if rows == 1 or not is_shared:
+            fill(contexts)
+            return contexts
+        prefix = self._contexts(1, capacity)
+        fill(prefix)
+        contexts.cache.copy_rows(prefix.cache)
+        return contexts
+
     def _contexts(self, rows: int, capacity: int) -> Contexts:
         weight = self.model.llm2vae.weight
         cache = KvCache(self.model.config.llm, rows, capacity, weight.device, weight.dtype)
@@ -283,6 +320,14 @@ def flow_trace(flow: FlowResult, grid: ImageSize) -> FlowTrace | None:
     if step is None:
         return None
     return FlowTrace(step.before, step.after, step.log_prob, step.t, step.dt, grid)
+
+
+def _all_equal(values: list) -> bool:
+    return all(value == values[0] for value in values)
+
+
+def _all_same(values: list) -> bool:
+    return all(value is values[0] for value in values)
 
 
 def _vit_length(conditions: list[ConditionImage]) -> int:

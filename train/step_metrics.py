@@ -82,6 +82,7 @@ def step_metrics(report: StepReport, context: ProcessContext) -> dict[str, float
     values["tokens/packed"] = sum(rank.num_packed_tokens for rank in ranks)
     values["tokens/decoded"] = sum(lengths)
     values["tokens/thought_mean"] = sum(lengths) / len(lengths)
+    values |= report.graph_counters
     values["memory/peak_gib"] = max(rank.peak_gib for rank in ranks)
     latencies = [latency for rank in ranks for latency in rank.latencies_s]
     retries = sum(rank.num_retries for rank in ranks)

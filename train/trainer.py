@@ -48,6 +48,7 @@ class StepReport:
     num_tokens: int
     seconds: float
     phase_seconds: dict[str, float]
+    graph_counters: dict[str, float]
 
 
 class Trainer:
@@ -115,6 +116,7 @@ class Trainer:
             num_tokens=scored.num_tokens,
             seconds=time.perf_counter() - start,
             phase_seconds=self.timer.metrics(),
+            graph_counters=self.parts.controller.execution.counters(),
         )
 
     @torch.no_grad()

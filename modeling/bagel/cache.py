@@ -31,6 +31,25 @@ class KvCache:
     def num_rows(self) -> int:
         return len(self.lengths)
 
+    def copy_rows(self, source: "KvCache") -> None:
+        """Starts this empty cache with what `source` holds: row by row, or its one row for all.
+
+        Raises:
+            ValueError: the rows do not pair, or `source` holds more than a row of this cache.
+        """
+        longest = max(source.lengths)
+        if source.num_rows not in (1, self.num_rows) or longest > self.capacity:
+            raise ValueError(
+                f"{source.num_rows} rows of up to {longest} positions cannot start "
+                f"{self.num_rows} rows of {self.capacity}"
+            )
+        for mine, theirs in ((self.keys, source.keys), (self.values, source.values)):
+            for layer, prefix in zip(mine, theirs, strict=True):
+                layer[:, :longest] = prefix[:, :longest]
+        copies = self.num_rows // source.num_rows
+        self.lengths = source.lengths * copies
+        self.next_rope = source.next_rope * copies
+
     def append(self, rows: list[int], lengths: list[int], causal: bool) -> "CacheAppend":
         """Plans the writing of `lengths[i]` tokens behind row `rows[i]`; nothing moves on yet.
 

@@ -36,6 +36,12 @@ class Execution:
             return decode_text(contexts, sampling, max_tokens, generator)
         return decode_text_static(contexts, sampling, max_tokens, generator, self.capture)
 
+    def counters(self) -> dict[str, float]:
+        """Graph counters under their metric names; nothing where no graphs are used."""
+        if not (self.text_graphs or self.flow_graphs):
+            return {}
+        return self.capture.metrics()
+
     @property
     def make_velocity(self) -> MakeVelocity:
         """What makes the flow's forwards."""

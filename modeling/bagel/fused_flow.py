@@ -4,6 +4,9 @@ Computes what `Bagel.extend` computes layer by layer in its eager form, bit for 
 matrix products. Rows stay in expert order; only queries go to document order and back.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -27,7 +30,7 @@ def unsupported(config: LlmConfig, dtype: torch.dtype) -> str | None:
     if dtype != torch.bfloat16:
         return f"weights are gathered as {dtype}, the kernels are checked for bfloat16"
     if not fits_norm(config.hidden_size):
-        return f"hidden size {config.hidden_size}, expected a multiple of 4 from 128 on"
+        return f"hidden size {config.hidden_size}, expected at least 128"
     if config.head_size != 128:
         return f"head size {config.head_size}, expected 128"
     return None
@@ -36,119 +39,149 @@ def unsupported(config: LlmConfig, dtype: torch.dtype) -> str | None:
 class FusedStack:
     """Runs all layers over new tokens. Use under no_grad, on resident bf16 weights.
 
-    `side_by_side` runs independent projections of few rows on streams of their own, inside a
-    graph capture only, where the graph keeps their memory apart.
+    `side_by_side` runs what is small on streams of its own, inside a graph capture only, where
+    the graph keeps memory apart: the few und rows of an image segment beside its gen rows, and
+    the projections of a text turn beside each other.
     """
 
     def __init__(self, side_by_side: bool):
-        self._streams = [torch.cuda.Stream() for _ in range(2)] if side_by_side else []
+        self._streams = [torch.cuda.Stream() for _ in range(3)] if side_by_side else []
 
     def run(
         self, decoder: Decoder, x: Tensor, experts: ExpertOrder, rotary: Rotary, append: CacheAppend
     ) -> Tensor:
         """x [S, D] in expert order -> [S, D] after all layers and the final norm."""
-        work = _Work(decoder, x, experts, rotary, append)
-        if x.shape[0] <= SIDE_BY_SIDE_ROWS and torch.cuda.is_current_stream_capturing():
-            work.streams = self._streams
-        for index, layer in enumerate(decoder.layers):
-            work.norm(layer, "input_layernorm")
-            work.attention(index, layer)
-            work.norm(layer, "post_attention_layernorm")
-            work.mlp(layer)
-        work.norm(decoder, "norm")
-        return work.normed
+        shared = _Pass(decoder, x, experts, rotary, append)
+        streams = self._streams if torch.cuda.is_current_stream_capturing() else []
+        halves = [_Half(shared, "", slice(0, experts.num_und), streams[1:])]
+        if experts.num_gen:
+            halves.append(_Half(shared, GEN, slice(experts.num_und, x.shape[0]), []))
+        is_small = experts.num_und <= SIDE_BY_SIDE_ROWS
+        side = streams[0] if streams and is_small and len(halves) > 1 else None
+        layers = list(decoder.layers)
+        _each(halves, lambda half: half.start(layers[0]), side)
+        for index, layer in enumerate(layers):
+            out = append.read_attention(index, shared.queries).flatten(1)
+            following = layers[index + 1] if index + 1 < len(layers) else None
+            _each(halves, partial(_Half.finish, out=out, layer=layer, following=following), side)
+            shared.index += 1
+        return shared.normed
 
 
-class _Work:
-    """The running state of one pass: residual stream, its norm, and what is still to be added."""
+def _each(halves: list["_Half"], work: Callable, side: torch.cuda.Stream | None) -> None:
+    """Does `work` for each expert; on a side stream for the first one if there is one."""
+    if side is None:
+        for half in halves:
+            work(half)
+        return
+    main = torch.cuda.current_stream()
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        work(halves[0])
+    for half in halves[1:]:
+        work(half)
+    main.wait_stream(side)
+
+
+class _Pass:
+    """What the experts share in one pass: inputs, and queries and norms of all rows."""
 
     def __init__(
         self, decoder: Decoder, x: Tensor, experts: ExpertOrder, rotary: Rotary, append: CacheAppend
     ):
-        config = decoder.config
+        config, num_rows = decoder.config, x.shape[0]
+        self.decoder = decoder
         self.eps = config.rms_norm_eps
-        self.streams: list[torch.cuda.Stream] = []
-        self.append = append
         self.rotary = rotary
-        self.experts = experts
-        num_und, num_rows = experts.num_und, x.shape[0]
-        self.halves = [("", slice(0, num_und))]
-        if experts.num_gen:
-            self.halves.append((GEN, slice(num_und, num_rows)))
+        self.cache = append.cache
+        self.index = 0
         self.x = x.contiguous()
-        self.delta: Tensor | None = None
-        self.total = torch.empty_like(self.x)
+        self.other = torch.empty_like(self.x)
+        self.delta = torch.empty_like(self.x)
         self.normed = torch.empty_like(self.x)
-        self.spare = torch.empty_like(self.x)
         shape = (num_rows, config.num_heads, config.head_size)
         self.queries = torch.empty(shape, dtype=x.dtype, device=x.device)
+        self.order = experts.order
         self.document = experts.order
         if self.document is None:
             self.document = torch.arange(num_rows, device=x.device)
         self.slots = append.places[self.document]
 
-    def norm(self, owner: torch.nn.Module, name: str) -> None:
-        """Adds what is pending to the residual stream and norms it, each expert by its weight."""
-        for suffix, part in self.halves:
-            weight = getattr(owner, name + suffix).weight
-            out = self.normed[part]
-            if self.delta is None:
-                rms_norm(self.x[part], weight, self.eps, out)
-            else:
-                delta, total = self.delta[part], self.total[part]
-                add_rms_norm(self.x[part], delta, weight, self.eps, total, out)
-        if self.delta is not None:
-            self.x, self.total, self.delta = self.total, self.x, None
 
-    def attention(self, index: int, layer: DecoderLayer) -> None:
-        module = layer.self_attn
-        cache = self.append.cache
-        targets = (cache.keys[index].flatten(0, 1), cache.values[index].flatten(0, 1))
-        rounding = self.rotary.rounding
-        for suffix, part in self.halves:
-            projections = [getattr(module, f"{name}_proj{suffix}") for name in "qkv"]
-            projected = self._apply(projections, self.normed[part])
-            weights = tuple(getattr(module, f"{name}_norm{suffix}").weight for name in "qk")
-            qk_norm_rope_store(
-                projected,
-                weights,
-                (self.rotary.cos[part], self.rotary.sin[part]),
-                (self.document[part], self.slots[part]),
-                (self.queries, *targets),
-                self.eps,
-                rounding.gen if suffix else rounding.und,
-            )
-        out = self.append.read_attention(index, self.queries).flatten(1)
-        self._project(self.experts.to_expert(out), module, "o_proj")
+class _Half:
+    """The rows of one expert on their way: between two attentions they meet no other rows."""
 
-    def mlp(self, layer: DecoderLayer) -> None:
-        delta = self.spare
-        for suffix, part in self.halves:
-            module = getattr(layer, "mlp" + suffix)
-            x = self.normed[part]
-            inner = silu_mul(*self._apply([module.gate_proj, module.up_proj], x))
-            torch.mm(inner, module.down_proj.weight.t(), out=delta[part])
-        self.delta = delta
+    def __init__(
+        self, shared: _Pass, suffix: str, part: slice, streams: list[torch.cuda.Stream]
+    ):
+        self.shared = shared
+        self.suffix = suffix
+        self.part = part
+        self.x, self.other = shared.x[part], shared.other[part]
+        self.delta, self.normed = shared.delta[part], shared.normed[part]
+        self.streams = streams if self.x.shape[0] <= SIDE_BY_SIDE_ROWS else []
 
-    def _project(self, x: Tensor, module: torch.nn.Module, name: str) -> None:
-        delta = self.spare
-        for suffix, part in self.halves:
-            weight = getattr(module, name + suffix).weight
-            torch.mm(x[part], weight.t(), out=delta[part])
-        self.delta = delta
+    def start(self, layer: DecoderLayer) -> None:
+        """The first norm, and the projections of the first layer."""
+        weight = getattr(layer, "input_layernorm" + self.suffix).weight
+        rms_norm(self.x, weight, self.shared.eps, self.normed)
+        self._project_heads(layer, 0)
+
+    def finish(self, out: Tensor, layer: DecoderLayer, following: DecoderLayer | None) -> None:
+        """From the attention's output [S, N * H] to the projections of the following layer."""
+        order = self.shared.order
+        rows = out[self.part] if order is None else out[order[self.part]]
+        self._multiply(rows, layer.self_attn, "o_proj")
+        self._add_and_norm(layer, "post_attention_layernorm")
+        mlp = getattr(layer, "mlp" + self.suffix)
+        inner = silu_mul(*self._apply([mlp.gate_proj, mlp.up_proj], self.normed))
+        torch.mm(inner, mlp.down_proj.weight.t(), out=self.delta)
+        if following is None:
+            self._add_and_norm(self.shared.decoder, "norm")
+            return
+        self._add_and_norm(following, "input_layernorm")
+        self._project_heads(following, self.shared.index + 1)
+
+    def _add_and_norm(self, owner: torch.nn.Module, name: str) -> None:
+        weight = getattr(owner, name + self.suffix).weight
+        add_rms_norm(self.x, self.delta, weight, self.shared.eps, self.other, self.normed)
+        self.x, self.other = self.other, self.x
+
+    def _multiply(self, x: Tensor, owner: torch.nn.Module, name: str) -> None:
+        torch.mm(x, getattr(owner, name + self.suffix).weight.t(), out=self.delta)
+
+    def _project_heads(self, layer: DecoderLayer, index: int) -> None:
+        shared, module, part = self.shared, layer.self_attn, self.part
+        modules = [getattr(module, f"{name}_proj{self.suffix}") for name in "qkv"]
+        weights = tuple(getattr(module, f"{name}_norm{self.suffix}").weight for name in "qk")
+        rounding = shared.rotary.rounding
+        qk_norm_rope_store(
+            self._apply(modules, self.normed),
+            weights,
+            (shared.rotary.cos[part], shared.rotary.sin[part]),
+            (shared.document[part], shared.slots[part]),
+            (
+                shared.queries,
+                shared.cache.keys[index].flatten(0, 1),
+                shared.cache.values[index].flatten(0, 1),
+            ),
+            shared.eps,
+            rounding.gen if self.suffix else rounding.und,
+        )
 
     def _apply(self, modules: list[torch.nn.Module], x: Tensor) -> tuple[Tensor, ...]:
         """All modules on x, those behind the first on side streams if there are any."""
-        main = torch.cuda.current_stream() if self.streams else None
-        results = []
-        for stream in self.streams[: len(modules) - 1]:
+        streams = self.streams[: len(modules) - 1]
+        main = torch.cuda.current_stream() if streams else None
+        for stream in streams:
             stream.wait_stream(main)
-        for i, module in enumerate(modules):
-            if self.streams and i > 0:
-                with torch.cuda.stream(self.streams[i - 1]):
+        results = [modules[0](x)]
+        for i, module in enumerate(modules[1:]):
+            if streams:
+                with torch.cuda.stream(streams[i]):
                     results.append(module(x))
             else:
                 results.append(module(x))
-        for stream in self.streams[: len(modules) - 1]:
+        for stream in streams:
             main.wait_stream(stream)
         return tuple(results)

@@ -18,6 +18,8 @@ VECTOR = 4
 MAX_REDUCE_THREADS = 512
 WARP = 32
 SILU_BLOCK = 1024
+HEAD_BLOCK = 4
+MANY_ROWS = 512
 # Contraction to a fused multiply-add would skip a rounding that the eager path has.
 EXACT = {"enable_fp_fusion": False}
 
@@ -62,7 +64,7 @@ def _rsqrt(x):
 
 @triton.jit
 def _fold(x, BATCH: tl.constexpr, WIDTH: tl.constexpr):
-    """Sums [BATCH, WIDTH] as ATen's block reduction adds threads: halves, then adjacent pairs."""
+    """Sums [BATCH, WIDTH] as ATen's block reduction adds threads: the upper half to the lower."""
     if WIDTH >= 512:
         x = tl.sum(tl.reshape(x, (BATCH, 2, 256)), axis=1)
     if WIDTH >= 256:
@@ -71,10 +73,10 @@ def _fold(x, BATCH: tl.constexpr, WIDTH: tl.constexpr):
         x = tl.sum(tl.reshape(x, (BATCH, 2, 64)), axis=1)
     if WIDTH >= 64:
         x = tl.sum(tl.reshape(x, (BATCH, 2, 32)), axis=1)
-    x = tl.sum(tl.reshape(x, (BATCH, 16, 2)), axis=2)
-    x = tl.sum(tl.reshape(x, (BATCH, 8, 2)), axis=2)
-    x = tl.sum(tl.reshape(x, (BATCH, 4, 2)), axis=2)
-    x = tl.sum(tl.reshape(x, (BATCH, 2, 2)), axis=2)
+    x = tl.sum(tl.reshape(x, (BATCH, 2, 16)), axis=1)
+    x = tl.sum(tl.reshape(x, (BATCH, 2, 8)), axis=1)
+    x = tl.sum(tl.reshape(x, (BATCH, 2, 4)), axis=1)
+    x = tl.sum(tl.reshape(x, (BATCH, 2, 2)), axis=1)
     return tl.sum(x, axis=1)
 
 
@@ -104,8 +106,9 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64) * SIZE
     lanes = tl.arange(0, WIDTH * 4)
     total = tl.zeros((WIDTH * 4,), dtype=tl.float32)
-    for start in range(0, SIZE, WIDTH * 4):
-        places = start + lanes
+    # Unrolled, so that the loads of all rounds are in flight together.
+    for round in tl.static_range((SIZE + WIDTH * 4 - 1) // (WIDTH * 4)):
+        places = round * (WIDTH * 4) + lanes
         inside = places < SIZE
         x = tl.load(x_ptr + row + places, mask=inside, other=0.0)
         if HAS_RESIDUAL:
@@ -164,14 +167,22 @@ def _launch_norm(
         BLOCK=triton.next_power_of_2(size),
         WIDTH=reduce_width(num_rows, size),
         HAS_RESIDUAL=has_residual,
-        num_warps=4,
+        # A row of many is one warp's work; few rows need all the threads they can get.
+        num_warps=1 if num_rows >= MANY_ROWS else 4,
         **EXACT,
     )
 
 
 @triton.jit
 def _norm_heads(
-    x, other, w, w_other, eps, HEADS: tl.constexpr, H: tl.constexpr, EARLY: tl.constexpr
+    x,
+    other,
+    w,
+    w_other,
+    eps,
+    HEADS: tl.constexpr,
+    H: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Normalises heads [HEADS, H] and their rotated halves by one scale a head."""
     wide = x.to(tl.float32)
@@ -200,6 +211,43 @@ def _rotate_heads(a, b, cos, sin, sign, dtype: tl.constexpr, EARLY: tl.constexpr
 
 
 @triton.jit
+def _turn_heads(
+    x_ptr,
+    weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    first,
+    NUM_HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    H: tl.constexpr,
+    EARLY: tl.constexpr,
+    eps,
+):
+    """Norm and RoPE of heads first .. first + BLOCK of one row."""
+    lane = tl.arange(0, H)
+    partner = (lane + H // 2) % H
+    sign = tl.where(lane < H // 2, -1.0, 1.0)
+    heads = first + tl.arange(0, BLOCK)[:, None]
+    inside = heads < NUM_HEADS
+    a, b = _norm_heads(
+        tl.load(x_ptr + heads * H + lane[None, :], mask=inside, other=0.0),
+        tl.load(x_ptr + heads * H + partner[None, :], mask=inside, other=0.0),
+        tl.load(weight_ptr + lane).to(tl.float32),
+        tl.load(weight_ptr + partner).to(tl.float32),
+        eps,
+        BLOCK,
+        H,
+        EARLY,
+    )
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    turned = _rotate_heads(
+        a, b, tl.load(cos_ptr + lane), tl.load(sin_ptr + lane), sign, dtype, EARLY
+    )
+    tl.store(out_ptr + heads * H + lane[None, :], turned, mask=inside)
+
+
+@triton.jit
 def _qk_kernel(
     q_ptr,
     k_ptr,
@@ -215,56 +263,36 @@ def _qk_kernel(
     value_ptr,
     eps,
     Q_HEADS: tl.constexpr,
-    Q_BLOCK: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    KV_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
     H: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, H)
-    partner = (lane + H // 2) % H
-    sign = tl.where(lane < H // 2, -1.0, 1.0)
-    cos, sin = tl.load(cos_ptr + row * H + lane), tl.load(sin_ptr + row * H + lane)
-    dtype: tl.constexpr = q_out_ptr.dtype.element_ty
-
-    heads = tl.arange(0, Q_BLOCK)[:, None]
-    inside = heads < Q_HEADS
-    base = q_ptr + row * (Q_HEADS * H) + heads * H
-    w, w_other = tl.load(q_weight_ptr + lane), tl.load(q_weight_ptr + partner)
-    a, b = _norm_heads(
-        tl.load(base + lane[None, :], mask=inside, other=0.0),
-        tl.load(base + partner[None, :], mask=inside, other=0.0),
-        w.to(tl.float32),
-        w_other.to(tl.float32),
-        eps,
-        Q_BLOCK,
-        H,
-        EARLY,
-    )
-    place = tl.load(document_ptr + row) * (Q_HEADS * H)
-    rotated = _rotate_heads(a, b, cos, sin, sign, dtype, EARLY)
-    tl.store(q_out_ptr + place + heads * H + lane[None, :], rotated, mask=inside)
-
-    heads = tl.arange(0, KV_BLOCK)[:, None]
-    inside = heads < KV_HEADS
-    base = k_ptr + row * (KV_HEADS * H) + heads * H
-    w, w_other = tl.load(k_weight_ptr + lane), tl.load(k_weight_ptr + partner)
-    a, b = _norm_heads(
-        tl.load(base + lane[None, :], mask=inside, other=0.0),
-        tl.load(base + partner[None, :], mask=inside, other=0.0),
-        w.to(tl.float32),
-        w_other.to(tl.float32),
-        eps,
-        KV_BLOCK,
-        H,
-        EARLY,
-    )
-    slot = tl.load(slot_ptr + row) * (KV_HEADS * H)
-    rotated = _rotate_heads(a, b, cos, sin, sign, dtype, EARLY)
-    tl.store(key_ptr + slot + heads * H + lane[None, :], rotated, mask=inside)
-    value = tl.load(v_ptr + row * (KV_HEADS * H) + heads * H + lane[None, :], mask=inside)
-    tl.store(value_ptr + slot + heads * H + lane[None, :], value, mask=inside)
+    """Programs of a row: blocks of query heads, then blocks of key and value heads."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    q_parts: tl.constexpr = (Q_HEADS + BLOCK - 1) // BLOCK
+    cos_ptr += row * H
+    sin_ptr += row * H
+    if part < q_parts:
+        q_ptr += row * (Q_HEADS * H)
+        q_out_ptr += tl.load(document_ptr + row) * (Q_HEADS * H)
+        first = part * BLOCK
+        _turn_heads(
+            q_ptr, q_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, first, Q_HEADS, BLOCK, H, EARLY, eps
+        )
+    else:
+        first = (part - q_parts) * BLOCK
+        slot = tl.load(slot_ptr + row) * (KV_HEADS * H)
+        k_ptr += row * (KV_HEADS * H)
+        key_ptr += slot
+        _turn_heads(
+            k_ptr, k_weight_ptr, cos_ptr, sin_ptr, key_ptr, first, KV_HEADS, BLOCK, H, EARLY, eps
+        )
+        heads = first + tl.arange(0, BLOCK)[:, None]
+        places = heads * H + tl.arange(0, H)[None, :]
+        inside = heads < KV_HEADS
+        value = tl.load(v_ptr + row * (KV_HEADS * H) + places, mask=inside)
+        tl.store(value_ptr + slot + places, value, mask=inside)
 
 
 def qk_norm_rope_store(
@@ -292,7 +320,8 @@ def qk_norm_rope_store(
     if num_rows == 0:
         return
     q_heads, kv_heads = q.shape[1] // head_size, k.shape[1] // head_size
-    _qk_kernel[(num_rows,)](
+    parts = triton.cdiv(q_heads, HEAD_BLOCK) + triton.cdiv(kv_heads, HEAD_BLOCK)
+    _qk_kernel[(num_rows, parts)](
         q,
         k,
         v,
@@ -302,12 +331,11 @@ def qk_norm_rope_store(
         *outputs,
         eps,
         Q_HEADS=q_heads,
-        Q_BLOCK=triton.next_power_of_2(q_heads),
         KV_HEADS=kv_heads,
-        KV_BLOCK=triton.next_power_of_2(kv_heads),
+        BLOCK=HEAD_BLOCK,
         H=head_size,
         EARLY=early,
-        num_warps=4,
+        num_warps=1,
         **EXACT,
     )
 

@@ -37,6 +37,9 @@ class CudaBackend:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
+        # A pool ends with its last graph, and cannot be captured into again: this one stays.
+        self._anchor_memory = torch.zeros(1, device="cuda")
+        self._anchor = self.capture(lambda: self._anchor_memory.add_(1), ())
 
     def capture(self, work: Callable[[], None], generators: Sequence[torch.Generator]) -> object:
         free, _ = torch.cuda.mem_get_info()
@@ -61,7 +64,7 @@ class CudaBackend:
 
     def pool_gib(self) -> float:
         segments = torch.cuda.memory_snapshot()
-        pools = [s for s in segments if s.get("segment_pool_id", (0, 0)) == self._pool]
+        pools = [s for s in segments if tuple(s["segment_pool_id"]) == tuple(self._pool)]
         return sum(segment["total_size"] for segment in pools) / 2**30
 
 
@@ -74,24 +77,6 @@ class GraphCounters:
     recaptured: int = 0
     fallen_back: int = 0
 
-    def metrics(self) -> dict[str, float]:
-        """Under their names in metrics.jsonl."""
-        return {f"graphs/{name}": float(count) for name, count in vars(self).items()}
-
-
-@dataclass(frozen=True)
-class _Mark:
-    """What identifies a tensor that a graph reads: address, shape, strides and type."""
-
-    address: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(tensor: Tensor) -> "_Mark":
-        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-        return _Mark(tensor.data_ptr(), shape, stride, tensor.dtype)
 
 
 @dataclass
@@ -105,6 +90,13 @@ class GraphCapture:
     @property
     def is_available(self) -> bool:
         return self.backend is not None
+
+    def metrics(self) -> dict[str, float]:
+        """Counters so far and the pool's size, under their names in metrics.jsonl."""
+        values = {f"graphs/{name}": float(count) for name, count in vars(self.counters).items()}
+        if self.backend is not None:
+            values["graphs/pool_gib"] = self.backend.pool_gib()
+        return values
 
     def capture(
         self,
@@ -147,25 +139,29 @@ class CapturedWork:
         self._watched = watched
         self._generators = tuple(generators)
         self._graph: object | None = None
-        self._marks: tuple[_Mark, ...] = ()
+        self._tensors: tuple[Tensor, ...] = ()
+        self._addresses: list[int] = []
 
     def record(self) -> None:
         """Captures the work as memory lies now."""
         self.release()
-        self._marks = self._look()
+        # The tensors themselves are kept: gathered weights are freed and gathered again into
+        # the same tensor objects, so that their addresses tell, and a walk through all modules
+        # at every replay would take longer than a turn of the text decode.
+        self._tensors = tuple(self._watched())
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         self._graph = self._owner.backend.capture(self._work, self._generators)
 
     def replay(self) -> None:
         """Replays.
 
         Raises:
-            StaleGraphError: a watched tensor has moved, or the graph was released.
+            StaleGraphError: a watched tensor has moved or was freed, or the graph was released.
         """
         if self._graph is None:
             raise StaleGraphError("the graph was released")
-        for before, now in zip(self._marks, self._look(), strict=True):
-            if before != now:
-                raise StaleGraphError(f"a tensor moved: captured {before}, now {now}")
+        if [tensor.data_ptr() for tensor in self._tensors] != self._addresses:
+            raise StaleGraphError("a tensor that the graph reads has moved since its capture")
         self._owner.backend.replay(self._graph)
         self._owner.counters.replayed += 1
 
@@ -181,6 +177,4 @@ class CapturedWork:
     def release(self) -> None:
         """Drops the graph and the memory that only it holds."""
         self._graph = None
-
-    def _look(self) -> tuple[_Mark, ...]:
-        return tuple(_Mark.of(tensor) for tensor in self._watched())
+        self._tensors = ()

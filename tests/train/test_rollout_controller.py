@@ -14,6 +14,7 @@ from modeling.bagel.images import patchify
 from modeling.bagel.text_decode import DecodedText
 from modeling.bagel.weights import read_bagel_config
 from tests.tiny import CHECKPOINT, CPU, tiny_config, tiny_model, tiny_tokenizer
+from train import rollout_controller
 from train.assembly import rollout_config
 from train.interface_strings import GENERATE_SYSTEM, REFLECT_SYSTEM, reflect_request
 from train.metrics import PhaseTimer
@@ -127,7 +128,8 @@ def test_generate(added, thoughts):
     samples, flow = controller().generate([prompt("a red cat"), prompt("two dogs")], draws())
     assert added == [
         [[GENERATE_SYSTEM] * 2, ["a red cat", "two dogs"]],
-        [[GENERATE_SYSTEM] * 2],
+        [],  # starts as a copy of the next one
+        [[GENERATE_SYSTEM]],
     ]
     assert [s.text for s in samples] == ["<think> red </think>", "<think> red </think> more"]
     assert [s.format_reward for s in samples] == [1.0, 0.0]
@@ -152,7 +154,7 @@ def test_generate_really_thinks():
 def test_generate_without_thinking(added):
     rolled = controller(think_mode=False)
     samples, flow = rolled.generate([prompt("a red cat")] * 2, draws())
-    assert added == [[["a red cat", "a red cat"]], []]
+    assert added == [[], [["a red cat"]], [], []]  # each is followed by what it copies
     assert [s.thought for s in samples] == [DecodedText((), ())] * 2
     assert [s.text for s in samples] == ["", ""]
     assert flow.stochastic is not None
@@ -178,7 +180,7 @@ def test_refine(added, thoughts, recipe):
     assert added == [
         [[REFLECT_SYSTEM] * 2, "vit", [reflect_request("a red cat")] * 2],
         [image, operations],
-        [image],
+        [],  # starts as a copy of the image before the operations came
         [operations],
     ]
     assert [s.operation for s in samples] == operations
@@ -186,6 +188,20 @@ def test_refine(added, thoughts, recipe):
     assert len(conditions) == 2
     assert flow.latents.shape == (2, 16, 64)
     assert not np.array_equal(*(pixels(s.picture) for s in samples))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("recipe", ["upstream", "consistent"])
+def test_shared_prefixes_change_nothing_but_the_work(monkeypatch, recipe):
+    shared_picture, results = picture(), []
+    for from_tokens in (1, 10**6):
+        monkeypatch.setattr(rollout_controller, "SHARED_IMAGE_TOKENS", from_tokens)
+        rolled = controller(recipe)
+        images = [shared_picture] * 3
+        results.append(rolled.refine([prompt("a red cat")] * 3, images, draws())[:2])
+    (samples, flow), (others, reference) = results
+    assert [s.thought.ids for s in samples] == [s.thought.ids for s in others]
+    torch.testing.assert_close(flow.latents, reference.latents, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from modeling.bagel.config import ImageSize
 from modeling.bagel.context import Contexts
-from tests.tiny import condition_image, contexts, special_tokens
+from tests.tiny import condition_image, contexts, special_tokens, tiny_tokenizer
 
 TOKENS = [5, 77, 300, 12, 9, 41, 250]
 VIT_TOKENS, VAE_TOKENS = 15 + 2, 6 + 2
@@ -162,3 +162,27 @@ class TestNoise:
     def test_grids_beyond_the_position_table_are_refused(self):
         with pytest.raises(ValueError, match="exceeds the position table of side 8"):
             contexts(1).plan_noise(ImageSize(9, 2))
+
+
+@torch.no_grad()
+def test_copied_rows_go_on_like_their_source():
+    tokenizer = tiny_tokenizer()
+    prefix, copies, whole = contexts(1), contexts(3), contexts(3)
+    words = [tokenizer.encode(text) for text in ("a photo of", "a cat", "two dogs", "a red car")]
+    prefix.add_text(words[:1])
+    copies.cache.copy_rows(prefix.cache)
+    whole.add_text(words[:1] * 3)
+    for grown in (copies, whole):
+        grown.add_text(words[1:])
+    assert copies.cache.lengths == whole.cache.lengths
+    assert copies.cache.next_rope == whole.cache.next_rope
+    for mine, theirs in zip(copies.cache.keys, whole.cache.keys, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "capacity"), [(2, 96), (3, 4)])
+def test_rows_that_do_not_fit_are_not_copied(rows, capacity):
+    source = contexts(rows)
+    source.cache.advance([0], [5], [5])
+    with pytest.raises(ValueError, match="cannot start 3 rows"):
+        contexts(3, capacity).cache.copy_rows(source.cache)

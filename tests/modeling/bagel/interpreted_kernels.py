@@ -1,0 +1,157 @@
+"""Run by test_fused_ops.py with TRITON_INTERPRET=1: checks one group of kernels and says so."""
+
+import sys
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from modeling.bagel.cache import KvCache
+from modeling.bagel.config import LlmConfig
+from modeling.bagel.fused_flow import FusedStack
+from modeling.bagel.fused_ops import (
+    add_rms_norm,
+    qk_norm_rope_store,
+    reduce_width,
+    rms_norm,
+    silu_mul,
+)
+from modeling.bagel.layers import RMSNorm, rotary_table
+from modeling.bagel.qwen2_navit import Attention, Decoder, ExpertOrder, QkRounding
+
+EPS = 1e-6
+
+
+def poisoned(*shape: int) -> torch.Tensor:
+    return torch.full(shape, float("nan"))
+
+
+def close(mine: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(mine, theirs, rtol=2e-6, atol=2e-6)
+
+
+def module(size: int) -> RMSNorm:
+    norm = RMSNorm(size, EPS)
+    norm.weight.data = torch.rand(size) + 0.5
+    return norm.requires_grad_(False)
+
+
+def norms() -> None:
+    for rows, size in ((0, 128), (1, 128), (3, 512), (5, 896), (20, 132), (64, 256)):
+        x, residual, norm = torch.randn(rows, size), torch.randn(rows, size), module(size)
+        out, total = poisoned(rows, size), poisoned(rows, size)
+        rms_norm(x, norm.weight, EPS, out)
+        close(out, norm(x))
+        add_rms_norm(x, residual, norm.weight, EPS, total, out)
+        assert torch.equal(total, x + residual)
+        close(out, norm(x + residual))
+
+
+def ordered_sum(squares: torch.Tensor, width: int) -> torch.Tensor:
+    """Row sums as ATen's reduction adds them, spelled out with single additions."""
+    rows, size = squares.shape
+    rounds = -(-size // (4 * width))
+    padded = torch.zeros(rows, rounds * 4 * width)
+    padded[:, :size] = squares
+    running = torch.zeros(rows, width, 4)
+    for part in padded.view(rows, rounds, width, 4).unbind(1):
+        running = running + part
+    first, second, third, fourth = running.unbind(-1)
+    threads = ((first + second) + third) + fourth
+    while threads.shape[1] > 1:
+        low, high = threads.chunk(2, dim=1)
+        threads = low + high
+    return threads[:, 0]
+
+
+def reduction_order() -> None:
+    differing = 0
+    for rows, size in ((1, 1024), (4, 896), (9, 640), (40, 512)):
+        x, norm = torch.randn(rows, size), RMSNorm(size, EPS).requires_grad_(False)
+        out = poisoned(rows, size)
+        rms_norm(x, norm.weight, EPS, out)
+        inverse = torch.tensor(1 / size, dtype=torch.float32)
+        scale = torch.rsqrt(ordered_sum(x * x, reduce_width(rows, size)) * inverse + EPS)
+        # The interpreter's rsqrt may round otherwise; the sum behind it must not move it more.
+        torch.testing.assert_close(out, x * scale[:, None], rtol=1.3e-7, atol=0)
+        plain = torch.rsqrt((x * x).sum(-1) * inverse + EPS)
+        differing += int((plain != scale).sum())
+    assert differing > 0, "the cases cannot tell one order from another"
+    widths = {(1, 3584): 512, (2, 3584): 256, (4, 3584): 128, (8, 3584): 64, (16, 3584): 32}
+    widths |= {(4104, 3584): 32, (4, 128): 32, (100, 128): 32}
+    for (rows, size), width in widths.items():
+        assert reduce_width(rows, size) == width, (rows, size)
+
+
+def swiglu() -> None:
+    for shape in ((0, 8), (1, 1), (3, 1000), (2, 1025)):
+        gate, up = torch.randn(shape) * 4, torch.randn(shape)
+        close(silu_mul(gate, up), F.silu(gate) * up)
+
+
+def heads() -> None:
+    for rows, num_heads, num_kv in ((0, 4, 4), (1, 28, 4), (5, 6, 2)):
+        size = 128
+        q = torch.randn(rows, num_heads * size)
+        k, v = torch.randn(rows, num_kv * size), torch.randn(rows, num_kv * size)
+        q_norm, k_norm = module(size), module(size)
+        order, slots = torch.randperm(rows), torch.randperm(rows + 3)[:rows]
+        cos, sin = rotary_table(order * 7, size, 1e6)
+        for early in (False, True):
+            queries = poisoned(rows, num_heads, size)
+            keys, values = poisoned(rows + 3, num_kv, size), poisoned(rows + 3, num_kv, size)
+            qk_norm_rope_store(
+                (q, k, v),
+                (q_norm.weight, k_norm.weight),
+                (cos, sin),
+                (order, slots),
+                (queries, keys, values),
+                EPS,
+                early,
+            )
+            turn = Attention._norm_and_rotate
+            close(queries[order], turn(q.view(rows, num_heads, size), q_norm, cos, sin, early))
+            close(keys[slots], turn(k.view(rows, num_kv, size), k_norm, cos, sin, early))
+            assert torch.equal(values[slots], v.view(rows, num_kv, size))
+            untouched = torch.ones(rows + 3, dtype=torch.bool)
+            untouched[slots] = False
+            assert bool(keys[untouched].isnan().all())
+
+
+@torch.no_grad()
+def stack() -> None:
+    """All layers of a small decoder: fused against eager, mixed experts and und only."""
+    config = LlmConfig(256, 384, 2, 2, 1, 32)
+    decoder = Decoder(config)
+    for name, param in decoder.named_parameters():
+        is_norm = "norm" in name
+        param.copy_(torch.rand(param.shape) + 0.5 if is_norm else torch.randn(param.shape) / 16)
+    # Capture does not exist here, and nothing else of the stack asks for a GPU.
+    torch.cuda.is_current_stream_capturing = lambda: False
+    for gen in (torch.tensor([1, 2, 5, 6]), torch.tensor([], dtype=torch.int64)):
+        und = torch.tensor([i for i in range(8) if i not in gen.tolist()])
+        experts = ExpertOrder.from_positions(und, gen)
+        outputs, caches = [], []
+        for fused in (False, True):
+            cache = KvCache(config, 2, 12, torch.device("cpu"), torch.float32)
+            append = cache.append([1, 0], [4, 4], causal=False)
+            x = torch.randn(8, 256, generator=torch.Generator().manual_seed(1))
+            rotary = decoder.rotary(torch.arange(8), experts, QkRounding())
+            if fused:
+                x = FusedStack(side_by_side=False).run(decoder, x, experts, rotary, append)
+            else:
+                for index, layer in enumerate(decoder.layers):
+                    x = layer.run(x, experts, rotary, partial(append.attend, index))
+                x = decoder.final_norm(x, experts)
+            outputs.append(x)
+            caches.append(cache)
+        torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-4)
+        for mine, theirs in zip(caches[1].keys, caches[0].keys, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    checks = (norms, reduction_order, swiglu, heads, stack)
+    {check.__name__: check for check in checks}[sys.argv[1]]()
+    sys.stdout.write(f"checked {sys.argv[1]}\n")

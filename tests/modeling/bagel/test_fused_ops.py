@@ -1,0 +1,27 @@
+"""The Triton kernels under the interpreter, in a process of its own, against their eager twins.
+
+The interpreter rounds to bf16 otherwise than a GPU does, so values are fp32 here: what is held is
+the arithmetic, the order of sums, indexing and masking. Bits of bf16 are compared on a GPU by
+`tools.fuse_flow` and `tools.fuse_decode`.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton comes with PyTorch's GPU builds only")
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize("check", ["norms", "reduction_order", "swiglu", "heads", "stack"])
+def test_interpreted_kernels(check):
+    command = [sys.executable, str(Path(__file__).with_name("interpreted_kernels.py")), check]
+    environment = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        command, env={**environment, "PATH": "/usr/bin:/bin"}, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "checked" in result.stdout
