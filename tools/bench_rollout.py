@@ -23,9 +23,11 @@ from data.geneval import GenevalPrompt, parse_prompt
 from modeling.autoencoder import AutoEncoder
 from modeling.bagel.bagel import Bagel
 from modeling.bagel.config import BagelConfig, LlmConfig, VitConfig
-from modeling.bagel.execution import build_execution
+from modeling.bagel.context import Contexts
+from modeling.bagel.execution import Execution, build_execution
 from modeling.bagel.flow import FlowResult, StochasticDraw
 from modeling.bagel.switches import read_switches
+from modeling.bagel.text_decode import DecodedText
 from modeling.bagel.tokenizer import load_tokenizer
 from tools.make_random_checkpoint import (
     LLM,
@@ -132,14 +134,41 @@ def draws(seed: int, sde_index: int) -> StepDraws:
     return StepDraws(start, text, StochasticDraw(sde_index, flow))
 
 
+class EndingExecution:
+    """An execution whose decoding takes another token for eos; the contexts' segments do not."""
+
+    def __init__(self, execution: Execution, ending: int):
+        self._execution = execution
+        self._ending = ending
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._execution, name)
+
+    def decode(self, contexts: Contexts, *args: object) -> list[DecodedText]:
+        special = contexts.special
+        contexts.special = replace(special, eos=self._ending)
+        try:
+            return self._execution.decode(contexts, *args)
+        finally:
+            contexts.special = special
+
+
 @torch.no_grad()
-def roll(bench: Bench, mode: str, stage: str, seed: int) -> tuple[list[Sample], FlowResult]:
-    """One rollout of a stage."""
+def roll(
+    bench: Bench, mode: str, stage: str, seed: int, ending: int | None = None
+) -> tuple[list[Sample], FlowResult]:
+    """One rollout of a stage; samples that draw the token `ending` end there."""
     controller, prompts = bench.controllers[mode], [bench.prompt] * SAMPLES
-    if stage == "generate":
-        return controller.generate(prompts, draws(seed, 3))
-    pictures = [bench.picture] * SAMPLES
-    return controller.refine(prompts, pictures, draws(seed, 1))[:2]
+    execution = controller.execution
+    if ending is not None:
+        controller.execution = EndingExecution(execution, ending)
+    try:
+        if stage == "generate":
+            return controller.generate(prompts, draws(seed, 3))
+        pictures = [bench.picture] * SAMPLES
+        return controller.refine(prompts, pictures, draws(seed, 1))[:2]
+    finally:
+        controller.execution = execution
 
 
 def differences(a: tuple, b: tuple) -> list[str]:
@@ -171,16 +200,15 @@ def compare(bench: Bench, mode: str, num_steps: int) -> dict[str, list[str]]:
                 continue
             # A token that was drawn midway takes the part of eos: its sample ends there.
             ids = full[0][step % SAMPLES].thought.ids
-            eos = ids[len(ids) // 2]
-            for controller in bench.controllers.values():
-                controller.special = replace(controller.special, eos=eos)
-            early = roll(bench, "eager", stage, step)
-            found[name + " early"] = differences(roll(bench, mode, stage, step), early)
-            lengths = sorted(len(sample.thought.ids) for sample in early[0])
+            eager, other = (
+                roll(bench, name_of_mode, stage, step, ending=ids[len(ids) // 2])
+                for name_of_mode in ("eager", mode)
+            )
+            found[name + " early"] = differences(other, eager)
+            lengths = sorted(len(sample.thought.ids) for sample in eager[0])
             print(f"{name}: thoughts of {lengths} ids")
-            for controller in bench.controllers.values():
-                tokenizer = controller.tokenizer
-                controller.special = replace(controller.special, eos=tokenizer.eos)
+            if lengths[0] == lengths[-1]:
+                found[name + " early"].append("no sample ended before the others")
     return found
 
 
@@ -287,7 +315,8 @@ def main(argv: list[str] | None = None) -> int:
     kernels = profile(bench, modes[-1], "generate") if args.profile else []
     print_table(results, floors(bench.model.config))
     if args.json:
-        record = {"layers": args.layers, "compared": compared, "figures": results, "kernels": kernels}
+        record = {"layers": args.layers, "compared": compared, "figures": results}
+        record["kernels"] = kernels
         args.json.write_text(json.dumps(record, indent=1))
     differs = any(found for by_step in compared.values() for found in by_step.values())
     return 1 if differs else 0
