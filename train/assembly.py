@@ -112,7 +112,7 @@ def assemble(
         learner=Learner(
             tokenizer,
             pack_layout(tokenizer, sizes),
-            learner_config(config, dtype),
+            learner_config(config, dtype, context.device.type),
             recipe,
         ),
         prompts=prompts,
@@ -186,7 +186,7 @@ def rollout_config(config: TrainConfig, sizes: BagelConfig, recipe: Recipe) -> R
     )
 
 
-def learner_config(config: TrainConfig, dtype: torch.dtype) -> LearnerConfig:
+def learner_config(config: TrainConfig, dtype: torch.dtype, device_type: str) -> LearnerConfig:
     """How rollouts are scored."""
     rl = config.rl
     return LearnerConfig(
@@ -206,7 +206,7 @@ def learner_config(config: TrainConfig, dtype: torch.dtype) -> LearnerConfig:
         train_images=rl.tune_image_cot,
         think_in_generate=config.text.think_mode,
         compute_dtype=dtype,
-        attention=config.switches.attention,
+        attention=config.switches.attention_on(device_type),
     )
 
 

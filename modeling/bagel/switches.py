@@ -149,6 +149,12 @@ class Switches:
             return "eager"
         return "exact" if self.execution == "auto" else self.execution
 
+    def attention_on(self, device_type: str) -> str:
+        """The learner's attention backend that runs on `device_type`: dense or flex."""
+        if device_type != "cuda":
+            return "dense"
+        return self.attention if self.attention in ("dense", "flex") else "flex"
+
     def is_active(self, name: str, device_type: str) -> bool:
         """Whether the fusion switch `name` takes effect on `device_type`."""
         if name not in FUSION_SWITCHES:
@@ -198,6 +204,10 @@ def explain_inactive(switches: Switches, device_type: str) -> list[str]:
                 f"on {device_type}; dense masks are used"
             )
         return lines
+    if switches.execution == "fast":
+        lines.append(
+            "R3_EXECUTION=fast has no kernels of its own yet: the exact path runs, every bit of it"
+        )
     missing = [name for name in on if name not in BUILT_FUSIONS]
     if missing and switches.execution != "eager":
         lines.append(_inactive(missing, "it is not built yet"))

@@ -208,7 +208,7 @@ def tiny_learner(name: str, **flags: object) -> Learner:
     return Learner(
         tiny_tokenizer(),
         pack_layout(tiny_tokenizer(), read_bagel_config(CHECKPOINT)),
-        learner_config(config, torch.float32),
+        learner_config(config, torch.float32, "cpu"),
         recipe_named(config.switches.recipe),
     )
 

@@ -124,3 +124,22 @@ def test_every_line_is_logged_once(monkeypatch, caplog):
         log_inactive_once(Switches(), "cpu")
         log_inactive_once(Switches(), "cpu")
     assert len(caplog.records) == 1
+
+
+def test_fast_says_that_exact_runs():
+    lines = explain_inactive(Switches(execution="fast"), "cuda")
+    assert any("R3_EXECUTION=fast" in line and "exact path runs" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("attention", "device", "backend"),
+    [
+        ("auto", "cpu", "dense"),
+        ("flex", "cpu", "dense"),
+        ("auto", "cuda", "flex"),
+        ("flash", "cuda", "flex"),
+        ("dense", "cuda", "dense"),
+    ],
+)
+def test_attention_that_runs(attention, device, backend):
+    assert Switches(attention=attention).attention_on(device) == backend
