@@ -212,7 +212,5 @@ def learner_config(config: TrainConfig, dtype: torch.dtype, device_type: str) ->
 
 def pack_layout(tokenizer: BagelTokenizer, sizes: BagelConfig) -> PackLayout:
     """Marker ids and table sides for packing."""
-    special = SpecialTokens(
-        tokenizer.bos, tokenizer.eos, tokenizer.vision_start, tokenizer.vision_end
-    )
+    special = SpecialTokens.of(tokenizer)
     return PackLayout(special, sizes.max_latent_size, sizes.vit.side)

@@ -99,9 +99,7 @@ class RolloutController:
         self.timer = timer
         self.probe = probe
         self.execution = execution or Execution()
-        self.special = SpecialTokens(
-            tokenizer.bos, tokenizer.eos, tokenizer.vision_start, tokenizer.vision_end
-        )
+        self.special = SpecialTokens.of(tokenizer)
 
     @property
     def num_image_tokens(self) -> int:

@@ -13,6 +13,7 @@ from modeling.bagel.cache import CacheAppend, KvCache
 from modeling.bagel.config import ImageSize
 from modeling.bagel.images import position_ids
 from modeling.bagel.qwen2_navit import ExpertOrder, QkRounding
+from modeling.bagel.tokenizer import BagelTokenizer
 
 NUM_MARKERS = 2
 
@@ -25,6 +26,13 @@ class SpecialTokens:
     eos: int
     vision_start: int
     vision_end: int
+
+    @staticmethod
+    def of(tokenizer: BagelTokenizer) -> "SpecialTokens":
+        """The markers of a tokenizer."""
+        return SpecialTokens(
+            tokenizer.bos, tokenizer.eos, tokenizer.vision_start, tokenizer.vision_end
+        )
 
     def text_segment(self, tokens: list[int]) -> list[int]:
         """A text segment: bos, tokens, eos."""
