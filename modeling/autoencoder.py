@@ -283,18 +283,30 @@ class AutoEncoder(nn.Module):
 def load_autoencoder(path: Path | str, device: torch.device | str) -> AutoEncoder:
     """Loads a frozen fp32 autoencoder from a checkpoint folder, or from the file itself.
 
-    Raises ValueError naming missing, unexpected and misshapen tensors; sizes come from the
-    file's header, and nothing is allocated before it has been checked.
+    Raises ValueError as `check_autoencoder` does, before anything is allocated.
     """
-    path = Path(path)
-    file = path / FILE_NAME if path.is_dir() else path
+    model, file = check_autoencoder(path), _weight_file(path)
+    tensors = load_file(file, device=str(device))
+    model.load_state_dict({name: x.float() for name, x in tensors.items()}, assign=True)
+    return model.eval().requires_grad_(False)
+
+
+def check_autoencoder(path: Path | str) -> AutoEncoder:
+    """The autoencoder on the meta device, its structure read from the file's header.
+
+    Raises ValueError naming missing, unexpected and misshapen tensors.
+    """
+    file = _weight_file(path)
     shapes = _read_shapes(file)
     with torch.device("meta"):
         model = AutoEncoder(VaeConfig.from_shapes(shapes))
     _check_shapes({name: tuple(x.shape) for name, x in model.state_dict().items()}, shapes, file)
-    tensors = load_file(file, device=str(device))
-    model.load_state_dict({name: x.float() for name, x in tensors.items()}, assign=True)
-    return model.eval().requires_grad_(False)
+    return model
+
+
+def _weight_file(path: Path | str) -> Path:
+    path = Path(path)
+    return path / FILE_NAME if path.is_dir() else path
 
 
 def _read_shapes(file: Path) -> dict[str, Shape]:

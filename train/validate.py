@@ -8,11 +8,23 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from modeling.bagel.config import BagelConfig, ImageSize
-from modeling.bagel.weights import find_weight_file, read_bagel_config
+import torch
+
+from data.geneval import read_prompts
+from modeling.autoencoder import check_autoencoder
+from modeling.bagel.bagel import Bagel
+from modeling.bagel.config import LATENT_CHANNELS, LATENT_PATCH, BagelConfig, ImageSize
+from modeling.bagel.weights import (
+    check_header,
+    find_weight_file,
+    parameter_shapes,
+    read_bagel_config,
+    read_header,
+)
 from train.config import FLAGS, TrainConfig
 from train.dist import check_world
 from train.flags import ConfigError, check_value
+from train.prompts import PromptSampler
 from train.settings import VAE_STRIDE
 
 SOURCE_TREE = Path(__file__).resolve().parents[1]
@@ -22,7 +34,9 @@ __all__ = [
     "read_checkpoint_sizes",
     "validate_config",
     "validate_files",
+    "validate_prompts",
     "validate_run",
+    "validate_weights",
 ]
 
 
@@ -31,6 +45,8 @@ def validate_run(config: TrainConfig, world_size: int) -> BagelConfig:
     validate_files(config)
     sizes = read_checkpoint_sizes(config)
     validate_config(config, world_size, sizes)
+    validate_weights(config, sizes)
+    validate_prompts(config, world_size)
     return sizes
 
 
@@ -59,6 +75,42 @@ def validate_files(config: TrainConfig) -> None:
 def read_checkpoint_sizes(config: TrainConfig) -> BagelConfig:
     """Sizes of the checkpoint of --model_path. Raises ConfigError when it does not fit together."""
     return _as_config_error(lambda: read_bagel_config(Path(config.paths.model_path)))
+
+
+def validate_weights(config: TrainConfig, sizes: BagelConfig) -> None:
+    """Raises ConfigError when the headers of the checkpoint lack a tensor or give another shape."""
+    folder = Path(config.paths.model_path)
+    with torch.device("meta"):
+        shapes = parameter_shapes(Bagel(sizes))
+    header = _as_config_error(lambda: read_header(find_weight_file(folder)))
+    _as_config_error(lambda: check_header(header, shapes))
+    autoencoder = _as_config_error(lambda: check_autoencoder(folder))
+    stride = autoencoder.downsample * LATENT_PATCH
+    if stride != VAE_STRIDE or autoencoder.config.z_channels != LATENT_CHANNELS:
+        raise ConfigError(
+            f"--model_path {folder}: the autoencoder has {autoencoder.config.z_channels} channels "
+            f"and {stride} pixels a latent token, expected {LATENT_CHANNELS} and {VAE_STRIDE}"
+        )
+
+
+def validate_prompts(config: TrainConfig, world_size: int) -> None:
+    """Raises ConfigError for a bad line of a prompt file, and for fewer prompts than ranks."""
+    has_clauses = config.rewards.reward_fn == "geneval"
+    paths, limit = config.paths, config.evaluation.eval_prompts or None
+    prompts = _as_config_error(
+        lambda: read_prompts(paths.train_data_path, require_clauses=has_clauses)
+    )
+    _as_config_error(
+        lambda: PromptSampler(
+            len(prompts),
+            world_size,
+            config.rl.policy_group_size,
+            config.seeds.data_seed,
+            config.switches.recipe,
+        )
+    )
+    if config.schedule.eval_freq:
+        _as_config_error(lambda: read_prompts(paths.val_data_path, limit, has_clauses))
 
 
 def validate_config(config: TrainConfig, world_size: int, sizes: BagelConfig) -> None:

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from modeling.bagel.config import BagelConfig, LlmConfig, VitConfig
 from train.config import TrainConfig
@@ -116,7 +117,7 @@ def run(tmp_path):
     model = tmp_path / "model"
     shutil.copytree(TINY, model)
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("{}\n")
+    shutil.copyfile(TINY.parent / "prompts40.jsonl", prompts)
     config = TrainConfig().replace(
         model_path=str(model),
         train_data_path=str(prompts),
@@ -194,3 +195,47 @@ def test_a_config_that_is_no_json_is_refused(run):
     (model / "llm_config.json").write_text(json.dumps({"hidden_size": 0}))
     with pytest.raises(ConfigError, match="hidden_size is 0, expected a positive integer"):
         validate_run(config, world_size=2)
+
+
+def rewrite(path, **changes):
+    """Changes fields of a JSON file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"num_hidden_layers": 3}, "layers.2."),
+        ({"num_hidden_layers": 1}, "leaves out decoder layers [1]"),
+        ({"intermediate_size": 175}, "has shape"),
+        ({"vocab_size": 641}, "embed_tokens.weight has shape (640, 64), expected (641, 64)"),
+    ],
+)
+def test_configuration_that_does_not_fit_the_weights_is_refused(run, changes, words):
+    config, model = run
+    rewrite(model / "llm_config.json", **changes)
+    with pytest.raises(ConfigError) as error:
+        validate_run(config, world_size=2)
+    assert words in str(error.value) and "--model_path" in str(error.value)
+
+
+def test_autoencoder_is_checked_by_its_header(run):
+    config, model = run
+    tensors = load_file(model / "ae.safetensors")
+    del tensors["decoder.conv_out.bias"]
+    save_file(tensors, model / "ae.safetensors")
+    with pytest.raises(ConfigError, match=r"--model_path.*decoder.conv_out.bias"):
+        validate_run(config, world_size=2)
+
+
+@pytest.mark.parametrize("flag", ["train_data_path", "val_data_path"])
+def test_bad_prompt_is_refused_before_weights_are_read(run, tmp_path, flag):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"tag": "colors", "prompt": "a red cat"}\n')
+    with pytest.raises(ConfigError, match=r"bad.jsonl, line 1: include is missing"):
+        validate_run(run[0].replace(**{flag: str(bad)}), world_size=2)
+
+
+def test_fewer_prompts_than_ranks_are_refused(run):
+    with pytest.raises(ConfigError, match="40 prompts for 42 ranks"):
+        validate_run(run[0].replace(num_shard=42), world_size=42)
