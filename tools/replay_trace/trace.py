@@ -10,54 +10,9 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 
-from train.config import TrainConfig, from_flags
+from train.config import FLAGS, TrainConfig, from_flags
 from train.rewards import RewardResult
 
-# Settings of a trace that are flags of the trainer under the same name.
-SAME_NAME = (
-    "policy_group_size",
-    "group_size",
-    "total_steps",
-    "global_seed",
-    "image_size",
-    "vae_max_image_size",
-    "vae_min_image_size",
-    "vit_max_image_size",
-    "vit_min_image_size",
-    "max_output_token_n_gen",
-    "max_output_token_n_edit",
-    "do_sample",
-    "text_temperature",
-    "top_k",
-    "top_p",
-    "num_timesteps_gen",
-    "num_timesteps_edit",
-    "timestep_shift",
-    "cfg_text_scale",
-    "cfg_img_scale",
-    "cfg_renorm_min",
-    "cfg_renorm_type_gen",
-    "cfg_renorm_type_edit",
-    "eta_mode",
-    "constant_eta_gen",
-    "constant_eta_edit",
-    "max_sde_timestep_idx_for_edit",
-    "lr",
-    "warmup_steps",
-    "beta1",
-    "beta2",
-    "eps",
-    "weight_decay",
-    "max_grad_norm",
-    "ce_weight",
-    "mse_weight",
-    "kl_weight_text",
-    "kl_weight_image",
-    "grpo_clip_ratio",
-    "format_reward_weight",
-    "rounds",
-    "freeze_vit",
-)
 # Settings that describe the recording, or repeat what the checkpoint says.
 DESCRIPTIVE = {
     "world_size",
@@ -151,13 +106,13 @@ class Trace:
 
     def train_config(self, checkpoint: Path, num_shard: int) -> TrainConfig:
         """The trace's settings as flags of the trainer, on shard groups of `num_shard` ranks."""
-        unknown = sorted(set(self.config) - set(SAME_NAME) - DESCRIPTIVE)
+        unknown = sorted(set(self.config) - set(FLAGS) - DESCRIPTIVE)
         if unknown:
             raise ValueError(f"{self.folder}: settings that are not understood: {unknown}")
         if self.config["precision"] != "float32" or self.config["lr_scheduler"] != "constant":
             raise ValueError(f"{self.folder}: expected precision float32 and a constant lr")
         low, high = self.config["cfg_interval"]
-        flags = {name: self.config[name] for name in SAME_NAME if name in self.config}
+        flags = {name: value for name, value in self.config.items() if name in FLAGS}
         flags |= {
             "model_path": str(checkpoint),
             "train_data_path": str(self.data_path()),
