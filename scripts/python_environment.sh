@@ -6,7 +6,7 @@
 # In this order: the environment of FASTER_R3_VENV, REPO_ROOT/.venv, a Python on the PATH that
 # imports everything already, a new environment (in FASTER_R3_VENV if set, else in .venv).
 
-REQUIRED_MODULES=(torch torchvision transformers safetensors numpy requests wandb PIL tqdm)
+REQUIRED_MODULES=(torch torchvision transformers safetensors numpy requests wandb PIL tqdm matplotlib)
 
 say() {
   echo "faster-r3: $*" >&2

@@ -4,6 +4,10 @@
 # Makes .venv, writes a tiny BAGEL checkpoint, starts the embedded reward service, runs the launcher
 # on two ranks (8 RL steps, one evaluation, one checkpoint) and prints the run as a table. Launcher
 # variables (TOTAL_STEPS=20, R3_RECIPE=upstream, ...) and trainer flags after the script's name win.
+#
+# With --learn [--seed N] the run is long enough to learn (about 8 minutes): it ends with a plot and
+# the mean reward of the first and of the last tenth, and with status 1 if that has not risen by
+# 0.15. LR=0 makes it the control, which must not rise. All seeds follow from N [0].
 set -euo pipefail
 
 REPO_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -23,6 +27,41 @@ trap clean_up EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
+LEARN="" SEED=""
+trainer_flags=()
+while (($#)); do
+  case "$1" in
+    --learn) LEARN=1 ;;
+    --seed)
+      SEED="${2:-nothing}"
+      shift $(($# > 1))
+      ;;
+    *) trainer_flags+=("$1") ;;
+  esac
+  shift
+done
+if [[ -n "$SEED" && ! ("$LEARN" && "$SEED" =~ ^[0-9]{1,6}$) ]]; then
+  say "--seed $SEED: expected --learn --seed N, with N from 0 to 999999"
+  exit 2
+fi
+
+# What makes a run learn in minutes: more prompts and samples a step, short flows and thoughts.
+# A tenth of the steps must hold as many generate as refine steps: TOTAL_STEPS is a multiple of 20.
+use_learning_settings() {
+  SEED="$((10#${SEED:-0}))"
+  CHECKPOINT_NAME="tiny_bagel_seed$SEED"
+  GLOBAL_SEED="${GLOBAL_SEED:-$SEED}"
+  DATA_SEED="${DATA_SEED:-$((1000 * SEED))}" # step n draws with DATA_SEED + n
+  EXP_NAME="${EXP_NAME:-learn_seed${SEED}_$(date +%Y%m%d_%H%M%S)}"
+  TOTAL_STEPS="${TOTAL_STEPS:-120}" EVAL_FREQ="${EVAL_FREQ:-0}" LR="${LR:-2e-4}"
+  GROUP_SIZE="${GROUP_SIZE:-8}" POLICY_GROUP_SIZE="${POLICY_GROUP_SIZE:-1}"
+  REPORT_EVERY=15 # odd, so that both stages are shown
+}
+
+CHECKPOINT_NAME=tiny_bagel SEED="${SEED:-0}" REPORT_EVERY=2
+[[ -z "$LEARN" ]] || use_learning_settings
+export GLOBAL_SEED DATA_SEED
+
 PYTHON=""
 prepare_python "$REPO_ROOT" "$REPO_ROOT/requirements.txt"
 SCRATCH="$(mktemp -d)"
@@ -35,10 +74,10 @@ mkdir -p "$LOG_DIR"
 
 # A checkpoint of another run of this script is taken again; half a one never has the final name.
 if [[ -z "${MODEL_PATH:-}" ]]; then
-  export MODEL_PATH="$LOG_DIR/tiny_bagel"
+  export MODEL_PATH="$LOG_DIR/$CHECKPOINT_NAME"
   if [[ ! -d "$MODEL_PATH" ]]; then
     say "writing a tiny BAGEL checkpoint to $MODEL_PATH"
-    "$PYTHON" -m tools.make_tiny_checkpoint "$SCRATCH/tiny_bagel"
+    "$PYTHON" -m tools.make_tiny_checkpoint "$SCRATCH/tiny_bagel" --seed "$SEED"
     mv "$SCRATCH/tiny_bagel" "$MODEL_PATH"
   fi
 fi
@@ -101,7 +140,7 @@ bash "$REPO_ROOT/scripts/train_faster_r3_geneval.sh" --device cpu \
   --image_size 64 --vae_max_image_size 64 --vae_min_image_size 32 \
   --vit_max_image_size 112 --vit_min_image_size 56 \
   --eval_num_rounds 2 --eval_num_timesteps 6 --eval_prompts 8 --eval_batch_size 4 \
-  --rollout_vis_step 2 "$@" || status=$?
+  --rollout_vis_step "$REPORT_EVERY" "${trainer_flags[@]}" || status=$?
 RUN_DIR="$LOG_DIR/$WANDB_PROJECT/$EXP_NAME"
 if ((status != 0)); then
   say "the trainer ended with status $status, see $RUN_DIR/console.log"
@@ -109,3 +148,7 @@ if ((status != 0)); then
 fi
 echo
 "$PYTHON" -m tools.summarize_run "$RUN_DIR"
+if [[ -n "$LEARN" ]]; then
+  echo
+  "$PYTHON" -m tools.learning_curve "$RUN_DIR"
+fi

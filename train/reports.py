@@ -15,6 +15,7 @@ from train.files import write_text_atomic
 from train.report_layout import escape, number, page, reward_chart, stage_badge
 
 REPORT_FOLDER = "report"
+INDEX_FILE = "index.html"
 _STEP_FILE = re.compile(r"step_(\d{6,})\.html")
 _SMALL_SIDE = 128  # pixels; smaller pictures are enlarged without blur
 # Table column or figure: heading, metric, format.
@@ -75,7 +76,25 @@ def write_report(
     body = _step_body(step, stage, cards, rows[step], earlier)
     write_text_atomic(path, page(title, body))
     index = _index_body(run_name, [*earlier, step], rows)
-    write_text_atomic(folder / "index.html", page(f"Rollouts - {run_name}", index))
+    write_text_atomic(folder / INDEX_FILE, page(f"Rollouts - {run_name}", index))
+    return path
+
+
+def write_index(
+    run_dir: Path, metrics_rows: Sequence[Mapping[str, object]], plot: bytes, caption: str
+) -> Path:
+    """Write the index of a finished run again, with a plot (PNG) under its caption; return it."""
+    folder = Path(run_dir) / REPORT_FOLDER
+    run_name = Path(run_dir).resolve().name
+    rows = {row["step"]: row for row in metrics_rows}
+    title = escape(caption)
+    figure = (
+        f'<section class="panel"><h2>{title}</h2>\n'
+        f'<img alt="{title}" src="{_png_uri(plot)}"></section>\n'
+    )
+    path = folder / INDEX_FILE
+    body = _index_body(run_name, _written_steps(folder), rows, figure)
+    write_text_atomic(path, page(f"Rollouts - {run_name}", body))
     return path
 
 
@@ -173,7 +192,10 @@ def _advantage(heading: str, value: float) -> str:
 
 
 def _index_body(
-    run_name: str, steps: Sequence[int], rows: Mapping[int, Mapping[str, object]]
+    run_name: str,
+    steps: Sequence[int],
+    rows: Mapping[int, Mapping[str, object]],
+    figure: str = "",
 ) -> str:
     headings = "".join(f"<th>{heading}</th>" for heading, _, _ in _FIGURES)
     lines = []
@@ -188,7 +210,7 @@ def _index_body(
     return (
         f"<h1>Rollouts <span class='badge'>{escape(run_name)}</span></h1>\n"
         f'<section class="panel"><h2>Reward over steps</h2>\n'
-        f"{reward_chart([rows[step] for step in sorted(rows)])}</section>\n"
+        f"{reward_chart([rows[step] for step in sorted(rows)])}</section>\n{figure}"
         '<section class="panel"><h2>Steps with pictures</h2>\n<div class="scroll"><table>'
         f'<thead><tr><th>Step</th><th class="left">Stage</th>{headings}</tr></thead>\n'
         f"<tbody>\n{table_rows}\n</tbody></table></div></section>"
@@ -215,4 +237,8 @@ def _data_uri(image: Image.Image) -> str:
     buffer = io.BytesIO()
     picture = image if image.mode in ("RGB", "RGBA", "L") else image.convert("RGB")
     picture.save(buffer, format="PNG")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+    return _png_uri(buffer.getvalue())
+
+
+def _png_uri(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode("ascii")

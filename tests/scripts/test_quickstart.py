@@ -13,7 +13,12 @@ MAKER = """
 import pathlib, sys
 folder = pathlib.Path(sys.argv[1])
 folder.mkdir()
-(folder / "made").touch()
+(folder / "made").write_text(" ".join(sys.argv[2:]))
+"""
+CURVE = """
+import os, sys
+print("CURVE", *sys.argv[1:])
+sys.exit(int(os.environ.get("STUB_VERDICT", "0")))
 """
 SERVICE = """
 import os, pathlib, sys, time
@@ -40,6 +45,7 @@ def quickstart(tmp_path):
     tools.mkdir()
     (tools / "make_tiny_checkpoint.py").write_text(MAKER)
     (tools / "reward_service.py").write_text(SERVICE)
+    (tools / "learning_curve.py").write_text(CURVE)
     (tools / "summarize_run.py").write_text("import sys\nprint('TABLE', *sys.argv[1:])\n")
     python = f'#!/usr/bin/env bash\nexec "{sys.executable}" "$@"\n'
     write_program(tmp_path / "venv" / "bin" / "python", python)
@@ -91,6 +97,9 @@ def test_the_parts_run_in_order_and_the_service_is_stopped(quickstart):
     assert config.switches.recipe == "consistent" and config.processes.device == "cpu"
     assert config.processes.nproc_per_node == 2 and config.images.image_size == 64
     assert config.rl.group_size == 4 and config.samples_per_rank == 2
+    assert (output / "tiny_bagel" / "made").read_text() == "--seed 0"
+    assert config.seeds.global_seed == 4396 and config.seeds.data_seed == 42
+    assert "CURVE" not in done.stdout
     prompts = (output / "quickstart_train.jsonl").read_text().splitlines()
     assert len(prompts) == 5 and all('"colors"' in line for line in prompts)
 
@@ -124,3 +133,42 @@ def test_a_service_that_does_not_start_is_shown(quickstart):
     done = quickstart()
     assert done.returncode == 1 and "no port for me" in done.stderr
     assert "ARG<" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, seed", [("--learn", 0), ("--learn --seed 2", 2), ("--seed 08 --learn", 8)]
+)
+def test_learning_takes_all_seeds_from_one_and_is_judged(quickstart, arguments, seed):
+    done = quickstart(*arguments.split())
+    assert done.returncode == 0, done.stderr
+    output = quickstart.folder / "output"
+    assert done.stdout.splitlines()[-1] == f"CURVE {output / 'R3' / 'quick'}"
+    assert (output / f"tiny_bagel_seed{seed}" / "made").read_text() == f"--seed {seed}"
+    config = parse_args(trainer_arguments(done.stdout), environ={})
+    assert config.paths.model_path == str(output / f"tiny_bagel_seed{seed}")
+    assert config.seeds.global_seed == seed
+    # Far enough apart that no two runs draw the same prompts, since a step adds its number.
+    assert config.seeds.data_seed == 1000 * seed > config.schedule.total_steps or seed == 0
+    assert config.schedule.total_steps % 20 == 0 and config.schedule.total_steps <= 1000
+    assert config.switches.recipe == "consistent" and config.optimizer.lr > 0
+
+
+def test_learning_yields_to_the_caller_too(quickstart):
+    done = quickstart("--learn", "--weight_decay", "0.1", LR="0", TOTAL_STEPS="40", DATA_SEED="5")
+    config = parse_args(trainer_arguments(done.stdout), environ={})
+    assert config.optimizer.lr == 0 and config.optimizer.weight_decay == 0.1
+    assert config.schedule.total_steps == 40
+    assert config.seeds.data_seed == 5 and config.seeds.global_seed == 0
+
+
+def test_the_verdict_is_the_status(quickstart):
+    assert quickstart("--learn", STUB_VERDICT="1").returncode == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--seed 1", "--learn --seed", "--learn --seed x", "--learn --seed -1"]
+)
+def test_a_seed_that_cannot_work_is_refused_at_once(quickstart, arguments):
+    done = quickstart(*arguments.split())
+    assert done.returncode == 2 and "expected --learn --seed N" in done.stderr
+    assert not (quickstart.folder / "output").exists()

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from train.report_layout import escape, nice_ticks, number, reward_chart
-from train.reports import RolloutCard, write_report
+from train.reports import RolloutCard, write_index, write_report
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\""
 VOID_TAGS = {"meta", "img"}
@@ -159,6 +159,18 @@ def test_index_of_a_resumed_run_leaves_out_later_steps(tmp_path):
     page = read_page(path.parent / "index.html")
     assert [attrs["href"] for attrs in page.all("a")] == ["step_000010.html", "step_000000.html"]
     assert len(page.all("circle")) == 2
+
+
+def test_index_with_a_plot_lists_the_written_steps_and_shows_all_rewards(tmp_path):
+    rows = [{"step": step, "stage": "generate", "reward/mean": 0.5} for step in range(12)]
+    for step in (0, 10):
+        write_report(tmp_path, step, "generate", [], rows)
+    page = read_page(write_index(tmp_path, rows, b"plot", "Reward & <format>"))
+    assert "Reward & <format>" in page.text
+    assert [attrs["href"] for attrs in page.all("a")] == ["step_000010.html", "step_000000.html"]
+    assert len(page.all("circle")) == 12
+    (image,) = page.all("img")
+    assert image["src"] == "data:image/png;base64," + base64.b64encode(b"plot").decode()
 
 
 def test_writing_leaves_no_temporary_files(tmp_path):
