@@ -97,6 +97,7 @@ class Evaluator:
             evaluation_config(parts.controller.config, config),
             parts.recipe,
             parts.timer,
+            execution=parts.controller.execution,
         )
 
     def run(self, step: int) -> EvaluationReport:
