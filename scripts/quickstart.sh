@@ -5,7 +5,7 @@
 # on two ranks (8 RL steps, one evaluation, one checkpoint) and prints the run as a table. Launcher
 # variables (TOTAL_STEPS=20, R3_RECIPE=upstream, ...) and trainer flags after the script's name win.
 #
-# With --learn [--seed N] the run is long enough to learn (about 8 minutes): it ends with a plot and
+# With --learn [--seed N] the run is long enough to learn (about 6 minutes): it ends with a plot and
 # the mean reward of the first and of the last tenth, and with status 1 if that has not risen by
 # 0.15. LR=0 makes it the control, which must not rise. All seeds follow from N [0].
 set -euo pipefail
