@@ -1,6 +1,5 @@
 """Runs a test's function on several gloo ranks of this machine."""
 
-import gc
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from train.dist import stop_processes
 
 
 def run_ranks(worker: Callable[..., None], world_size: int, *args: Any) -> None:
@@ -31,7 +32,4 @@ def _start(rank: int, world_size: int, store: str, worker: Callable, args: tuple
     try:
         worker(rank, world_size, *args)
     finally:
-        # Sharded modules in reference cycles keep the process group alive, and a gloo thread that
-        # outlives the interpreter aborts the process.
-        gc.collect()
-        dist.destroy_process_group()
+        stop_processes()

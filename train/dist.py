@@ -5,7 +5,9 @@ What the ranks tell each other beside that (scores, pictures, errors) is on the 
 through gloo everywhere, so that a GPU kernel in flight never holds it up.
 """
 
+import gc
 import os
+import time
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +23,7 @@ from train.settings import ProcessConfig
 
 T = TypeVar("T")
 
+THREAD_GRACE_S = 0.3
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _DEFAULT_VARIABLES = {
     "TOKENIZERS_PARALLELISM": "false",  # else the tokenizer warns when a process forks after it
@@ -214,9 +217,17 @@ def wandb_mode(environ: Mapping[str, str] | None = None) -> str:
 
 
 def stop_processes() -> None:
-    """Leaves the process group, if one was joined."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    """Leaves the process group, if one was joined; the last thing before a process ends.
+
+    A gloo thread that frees tensors while Python shuts down aborts the process. So sharded modules
+    in reference cycles go first, and the threads get the time to drop what their last collective
+    held, which they do only after its result is there.
+    """
+    if not dist.is_initialized():
+        return
+    gc.collect()
+    dist.destroy_process_group()
+    time.sleep(THREAD_GRACE_S)
 
 
 def barrier(context: ProcessContext) -> None:

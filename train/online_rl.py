@@ -1,6 +1,5 @@
 """Entry of a training run: torchrun starts this file once a rank."""
 
-import gc
 import logging
 import sys
 import time
@@ -57,9 +56,6 @@ def main(argv: list[str] | None = None) -> int:
         print_error(f"rank {rank}: {type(failure).__name__}: {failure}")
         return FAILED_EXIT
     finally:
-        # FSDP2's buffers must be gone before the process group is, or its threads free them while
-        # Python shuts down, and the process ends with SIGABRT.
-        gc.collect()
         stop_processes()
 
 
