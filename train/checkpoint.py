@@ -1,6 +1,5 @@
 """Training state on disk: saved and restored shard by shard, complete or not there at all."""
 
-import io
 import json
 import logging
 import os
@@ -14,12 +13,11 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from PIL import Image
 from torch import Tensor, nn
 
-from data.geneval import parse_prompt
 from train.files import write_text_atomic
 from train.records import BufferEntry
+from train.refine_buffer import entry_from_record, entry_to_record
 
 logger = logging.getLogger("faster_r3")
 
@@ -303,20 +301,7 @@ def _rank_file(folder: Path, context: Ranks) -> Path:
 
 
 def _write_rank_file(path: Path, state: TrainState) -> None:
-    buffer = []
-    for entry in state.buffer:
-        if entry.picture.mode != "RGB":
-            raise ValueError(f"a buffered picture is of mode {entry.picture.mode}, expected RGB")
-        png = io.BytesIO()
-        entry.picture.save(png, "PNG")
-        buffer.append(
-            {
-                "metadata": json.dumps(entry.prompt.raw),
-                "has_clauses": bool(entry.prompt.include),
-                "score": float(entry.score),
-                "png": png.getvalue(),
-            }
-        )
+    buffer = [entry_to_record(entry) for entry in state.buffer]
     with path.open("wb") as stream:
         torch.save({"generators": dict(state.generators), "buffer": buffer}, stream)
         stream.flush()
@@ -325,14 +310,7 @@ def _write_rank_file(path: Path, state: TrainState) -> None:
 
 def _read_rank_file(path: Path) -> dict:
     own = torch.load(path, map_location="cpu", weights_only=True)
-    buffer = [
-        BufferEntry(
-            prompt=parse_prompt(json.loads(item["metadata"]), str(path), item["has_clauses"]),
-            score=item["score"],
-            picture=Image.open(io.BytesIO(item["png"])).convert("RGB"),
-        )
-        for item in own["buffer"]
-    ]
+    buffer = [entry_from_record(record) for record in own["buffer"]]
     return {"generators": own["generators"], "buffer": buffer}
 
 

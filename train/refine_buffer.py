@@ -47,24 +47,28 @@ class RefineBuffer:
         )
         return entries[int(index.item())]
 
-    def to_records(self) -> list[dict]:
-        """Plain data for a checkpoint or another rank: prompt JSON, score, PNG bytes."""
-        return [entry_to_record(entry) for entry in (*self.perfect, *self.rest)]
-
-    def load_records(self, records: list[dict]) -> None:
-        self.replace([entry_from_record(record) for record in records])
+    def entries(self) -> list[BufferEntry]:
+        """All entries; `replace` with them gives the same buffer."""
+        return [*self.perfect, *self.rest]
 
 
 def entry_to_record(entry: BufferEntry) -> dict:
-    """A buffer entry as builtin types."""
+    """A buffer entry as builtin types, for a checkpoint or another rank.
+
+    Raises:
+        ValueError: the picture is not RGB.
+    """
+    if entry.picture.mode != "RGB":
+        raise ValueError(f"a buffered picture is of mode {entry.picture.mode}, expected RGB")
     png = io.BytesIO()
     entry.picture.save(png, format="PNG", compress_level=1)
-    return {"prompt": json.dumps(entry.prompt.raw), "score": entry.score, "png": png.getvalue()}
+    prompt = {"raw": entry.prompt.raw, "has_clauses": bool(entry.prompt.include)}
+    return {"prompt": json.dumps(prompt), "score": float(entry.score), "png": png.getvalue()}
 
 
 def entry_from_record(record: dict) -> BufferEntry:
     """Undoes `entry_to_record`."""
-    picture = Image.open(io.BytesIO(record["png"]))
-    picture.load()
-    prompt = parse_prompt(json.loads(record["prompt"]), "refine buffer", False)
+    picture = Image.open(io.BytesIO(record["png"])).convert("RGB")
+    stored = json.loads(record["prompt"])
+    prompt = parse_prompt(stored["raw"], "refine buffer", stored["has_clauses"])
     return BufferEntry(prompt, record["score"], picture)

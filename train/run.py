@@ -127,14 +127,13 @@ class Run:
         if next_step == self.saved_step:
             return
         self._show_phase("checkpoint")
-        buffer = self.parts.buffer
         state = TrainState(
             step=next_step,
             epoch=self.parts.sampler.epoch_for(next_step),
             total_steps=self.config.schedule.total_steps,
             recipe=self.parts.recipe.name,
             generators=self.parts.streams.state(),
-            buffer=[*buffer.perfect, *buffer.rest],
+            buffer=self.parts.buffer.entries(),
         )
         folder = checkpoint_folder(self.run_dir, next_step)
         save_checkpoint(

@@ -87,12 +87,13 @@ def test_records_are_plain_and_lossless():
     assert restored.score == original.score
     assert restored.prompt.raw == original.prompt.raw
     assert restored.prompt.prompt == original.prompt.prompt
+    assert restored.prompt.include == original.prompt.include
     assert np.array_equal(np.asarray(restored.picture), np.asarray(original.picture))
 
 
 def test_a_restored_buffer_draws_alike():
     filled, restored = buffer([0.1, 1.0, 0.2, 1.0, 0.4]), RefineBuffer(0.15)
-    restored.load_records(filled.to_records())
+    restored.replace([entry_from_record(entry_to_record(e)) for e in filled.entries()])
     for seed in range(10):
         mine, theirs = restored.draw(generator(seed)), filled.draw(generator(seed))
         assert (mine.prompt.prompt, mine.score) == (theirs.prompt.prompt, theirs.score)
