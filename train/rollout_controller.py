@@ -238,11 +238,11 @@ class RolloutController:
             cond = self._prefilled(rows, capacity, add_image, is_shared)
             guidance, text, image = self.config.refine.flow.guidance, None, None
             if guidance.text_scale > 1:
-                text = self._contexts(rows, capacity)
+                text = self.empty_contexts(rows, capacity)
                 text.cache.copy_rows(cond.cache)
             cond.add_text(texts)
             if guidance.image_scale > 1:
-                image = self._contexts(len(texts), room)
+                image = self.empty_contexts(len(texts), room)
                 image.add_text(texts)
         return FlowBranches(cond, text, image)
 
@@ -278,16 +278,17 @@ class RolloutController:
         self, rows: int, capacity: int, fill: Callable[[Contexts], None], is_shared: bool
     ) -> Contexts:
         """Contexts after `fill`, which is done once for all rows where they begin alike."""
-        contexts = self._contexts(rows, capacity)
+        contexts = self.empty_contexts(rows, capacity)
         if rows == 1 or not is_shared:
             fill(contexts)
             return contexts
-        prefix = self._contexts(1, capacity)
+        prefix = self.empty_contexts(1, capacity)
         fill(prefix)
         contexts.cache.copy_rows(prefix.cache)
         return contexts
 
-    def _contexts(self, rows: int, capacity: int) -> Contexts:
+    def empty_contexts(self, rows: int, capacity: int) -> Contexts:
+        """`rows` contexts without a token, with room for `capacity` tokens each."""
         weight = self.model.llm2vae.weight
         cache = KvCache(self.model.config.llm, rows, capacity, weight.device, weight.dtype)
         return Contexts(

@@ -1,0 +1,150 @@
+"""Where a captured text turn and a captured flow forward spend their time, kernel by kernel.
+
+    python -m tools.profile_rollout --layers 28 --json OUT.json
+
+Times replays with events first, then traces a few of them: the kernels' own time by name, the
+time in which any kernel ran, and the gaps between them.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from modeling.bagel.context import Contexts
+from modeling.bagel.static_text_graph import TurnProgram, TurnState
+from tools.bench_rollout import PROMPT, SAMPLES, TOKENS, Bench, build, floors
+
+TURNS, FORWARDS, TRACED = 100, 20, 4
+
+
+def prefix(bench: Bench, mode: str, room: int) -> Contexts:
+    """Contexts with a prompt of usual length and space for `room` more tokens."""
+    controller = bench.controllers[mode]
+    tokens = controller.tokenizer.encode(PROMPT["prompt"] * 8)
+    contexts = controller.empty_contexts(SAMPLES, len(tokens) + 2 + room)
+    contexts.add_text([tokens] * SAMPLES)
+    return contexts
+
+
+def text_turn(bench: Bench, mode: str) -> Callable[[], None]:
+    """A replay of one captured turn of all samples; the state moves on as in a decode."""
+    controller = bench.controllers[mode]
+    contexts = prefix(bench, mode, room=TURNS * 3)
+    tokens = torch.full((SAMPLES,), contexts.special.bos, device=contexts.device)
+    generator = torch.Generator(device=contexts.device).manual_seed(0)
+    state = TurnState.start(contexts, contexts.rows, tokens)
+    program = TurnProgram(contexts, state, controller.config.generate.sampling, generator)
+    program.run()
+    captured = controller.execution.capture.capture(program.run, program.watched, [generator])
+    return captured.replay
+
+
+def flow_forward(bench: Bench, mode: str) -> Callable[[], None]:
+    """A replay of one captured forward of one branch."""
+    controller = bench.controllers[mode]
+    contexts = prefix(bench, mode, room=TOKENS + 2)
+    grid = controller.latent_grid(controller.config.image_size)
+    velocity = controller.execution.make_velocity(contexts, grid)
+    x = torch.randn(SAMPLES, TOKENS, 64, device=contexts.device, dtype=torch.bfloat16)
+    t = torch.tensor(0.7, device=contexts.device)
+    for _ in range(2):
+        velocity(x, t)
+    return lambda: velocity(x, t)
+
+
+def milliseconds(work: Callable[[], None], count: int) -> float:
+    """Mean time of `count` runs by events, after as many as warm up."""
+    for _ in range(3):
+        work()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        work()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / count
+
+
+def trace(work: Callable[[], None], count: int) -> dict:
+    """Kernels of one run: by name, and how much of the time none was running."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(count):
+            work()
+        torch.cuda.synchronize()
+    spans, names, timeline = [], {}, []
+    for event in profiler.events():
+        if event.device_type != torch.autograd.DeviceType.CUDA:
+            continue
+        spans.append((event.time_range.start, event.time_range.end))
+        timeline.append((event.time_range.start, event.time_range.end, short_name(event.name)))
+        entry = names.setdefault(short_name(event.name), [0, 0.0])
+        entry[0] += 1
+        entry[1] += event.time_range.end - event.time_range.start
+    spans.sort()
+    timeline.sort()
+    busy, end = 0.0, spans[0][0]
+    for first, last in spans:
+        busy += max(0.0, last - max(first, end))
+        end = max(end, last)
+    rows = sorted(names.items(), key=lambda item: -item[1][1])
+    return {
+        "span_us": (end - spans[0][0]) / count,
+        "busy_us": busy / count,
+        "timeline": timeline[-len(timeline) // count :],
+        "kernels": [
+            {"name": name, "calls": calls / count, "us": us / count}
+            for name, (calls, us) in rows
+        ],
+    }
+
+
+def short_name(name: str) -> str:
+    """A kernel's name without what does not tell it from others."""
+    name = re.sub(r"void |at::native::|\(anonymous namespace\)::", "", name)
+    return re.sub(r"\(.*", "", name)[:100]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--modes", default="exact", help="commas between several, none eager")
+    parser.add_argument("--rows", type=int, default=24, help="kernels to list")
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("error: no GPU: this command times real widths", file=sys.stderr)
+        return 2
+    modes, record = args.modes.split(","), {"layers": args.layers}
+    with torch.no_grad():
+        bench = build(args.layers, modes)
+        record["floors"] = floors(bench.model.config)
+        for mode in modes:
+            for name, make, count in (
+                ("text turn", text_turn, TURNS),
+                ("flow forward", flow_forward, FORWARDS),
+            ):
+                work = make(bench, mode)
+                ms = milliseconds(work, count)
+                traced = trace(work, TRACED)
+                record[f"{mode} {name}"] = {"ms": ms, **traced}
+                print(
+                    f"{mode} {name}: {ms:.3f} ms; traced {traced['span_us']:.0f} us, "
+                    f"of which {traced['busy_us']:.0f} us busy"
+                )
+                for row in traced["kernels"][: args.rows]:
+                    print(f"{row['us']:>10.1f} us {row['calls']:>7.1f} x  {row['name']}")
+    if args.json:
+        args.json.write_text(json.dumps(record, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
