@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from modeling.bagel.bagel import Bagel
-from modeling.bagel.cache import KvCache
+from modeling.bagel.cache import CacheSpec, KvCache
 from modeling.bagel.config import ImageSize
 from modeling.bagel.context import ConditionImage, Contexts, SpecialTokens
 from modeling.bagel.qwen2_navit import QkRounding
@@ -79,7 +79,15 @@ def tiny_config(trace_name: str, **flags: object) -> TrainConfig:
 
 def contexts(rows: int, capacity: int = 96, rounding: QkRounding | None = None) -> Contexts:
     """Empty contexts of the tiny model."""
-    cache = KvCache(tiny_model().config.llm, rows, capacity, CPU, torch.float32)
+    return contexts_over(KvCache.zeros(cache_spec(rows, capacity)), rounding)
+
+
+def cache_spec(rows: int, capacity: int = 96) -> CacheSpec:
+    return CacheSpec(tiny_model().config.llm, rows, capacity, CPU, torch.float32)
+
+
+def contexts_over(cache: KvCache, rounding: QkRounding | None = None) -> Contexts:
+    """Contexts of the tiny model over a given cache."""
     return Contexts(tiny_model(), cache, special_tokens(), rounding or QkRounding())
 
 

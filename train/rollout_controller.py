@@ -10,7 +10,7 @@ from torch import Tensor
 from data.geneval import GenevalPrompt
 from modeling.autoencoder import AutoEncoder
 from modeling.bagel.bagel import Bagel
-from modeling.bagel.cache import KvCache
+from modeling.bagel.cache import CacheSpec, KvCache
 from modeling.bagel.config import LATENT_PATCH, ImageSize
 from modeling.bagel.context import NUM_MARKERS, ConditionImage, Contexts, SpecialTokens
 from modeling.bagel.execution import Execution
@@ -289,8 +289,9 @@ class RolloutController:
 
     def empty_contexts(self, rows: int, capacity: int) -> Contexts:
         """`rows` contexts without a token, with room for `capacity` tokens each."""
-        weight = self.model.llm2vae.weight
-        cache = KvCache(self.model.config.llm, rows, capacity, weight.device, weight.dtype)
+        return self._contexts(KvCache.zeros(self._cache_spec(rows, capacity)))
+
+    def _contexts(self, cache: KvCache) -> Contexts:
         return Contexts(
             self.model,
             cache,
@@ -298,6 +299,10 @@ class RolloutController:
             self.recipe.rollout_rounding,
             self.execution.stacks,
         )
+
+    def _cache_spec(self, rows: int, capacity: int) -> CacheSpec:
+        weight = self.model.llm2vae.weight
+        return CacheSpec(self.model.config.llm, rows, capacity, weight.device, weight.dtype)
 
     def _room_for_noise(self, grid: ImageSize) -> int:
         return grid.height * grid.width + NUM_MARKERS

@@ -3,6 +3,8 @@
 Shape letters: B cache rows, C positions a row, K KV heads, H head size, T new tokens.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -10,22 +12,45 @@ from modeling.bagel.attention import CacheRead, cache_read, cached_attention
 from modeling.bagel.config import LlmConfig
 
 
-class KvCache:
-    """Keys and values of B contexts, and for each its filled length and its next RoPE id."""
+@dataclass(frozen=True)
+class CacheSpec:
+    """What a cache is made of: `rows` contexts of up to `capacity` positions, in every layer."""
 
-    def __init__(
-        self, config: LlmConfig, rows: int, capacity: int, device: torch.device, dtype: torch.dtype
-    ):
-        shape = (rows, capacity, config.num_kv_heads, config.head_size)
-        self.capacity = capacity
-        self.device = device
-        # Zeros, not empty: the upstream recipe attends to positions nothing was written to.
-        self.keys = [
-            torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_layers)
+    config: LlmConfig
+    rows: int
+    capacity: int
+    device: torch.device
+    dtype: torch.dtype
+
+    def empty(self) -> list[Tensor]:
+        """Uninitialised memory of the keys, or of the values: [B, C, K, H] for each layer."""
+        shape = (self.rows, self.capacity, self.config.num_kv_heads, self.config.head_size)
+        return [
+            torch.empty(shape, device=self.device, dtype=self.dtype)
+            for _ in range(self.config.num_layers)
         ]
-        self.values = [torch.zeros_like(keys) for keys in self.keys]
+
+
+class KvCache:
+    """Keys and values of B contexts, and for each its filled length and its next RoPE id.
+
+    Built over given memory, which is not cleared: what reads a cache masks by the filled lengths.
+    """
+
+    def __init__(self, keys: list[Tensor], values: list[Tensor]):
+        rows, self.capacity = keys[0].shape[:2]
+        self.device = keys[0].device
+        self.keys = keys
+        self.values = values
         self.lengths = [0] * rows
         self.next_rope = [0] * rows
+
+    @staticmethod
+    def zeros(spec: CacheSpec) -> "KvCache":
+        """An empty cache over new memory."""
+        # Zeros, not empty: the upstream recipe attends to positions nothing was written to.
+        keys, values = ([layer.zero_() for layer in spec.empty()] for _ in range(2))
+        return KvCache(keys, values)
 
     @property
     def num_rows(self) -> int:

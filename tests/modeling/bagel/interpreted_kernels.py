@@ -6,7 +6,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from modeling.bagel.cache import KvCache
+from modeling.bagel.cache import CacheSpec, KvCache
 from modeling.bagel.config import LlmConfig
 from modeling.bagel.fused_flow import FusedStack
 from modeling.bagel.fused_ops import (
@@ -133,7 +133,7 @@ def stack() -> None:
         experts = ExpertOrder.from_positions(und, gen)
         outputs, caches = [], []
         for fused in (False, True):
-            cache = KvCache(config, 2, 12, torch.device("cpu"), torch.float32)
+            cache = KvCache.zeros(CacheSpec(config, 2, 12, torch.device("cpu"), torch.float32))
             append = cache.append([1, 0], [4, 4], causal=False)
             x = torch.randn(8, 256, generator=torch.Generator().manual_seed(1))
             rotary = decoder.rotary(torch.arange(8), experts, QkRounding())
