@@ -10,12 +10,14 @@ class FakeBackend:
 
     def __init__(self, refuses: bool = False):
         self.refuses = refuses
+        self.refused = 0
         self.captures = 0
         self.replays = 0
         self.generators: list[torch.Generator] = []
 
     def capture(self, work: Callable[[], None], generators: Sequence[torch.Generator]) -> object:
         if self.refuses:
+            self.refused += 1
             raise RuntimeError("operation not permitted when stream is capturing")
         self.captures += 1
         self.generators += generators

@@ -18,6 +18,10 @@ class StaleGraphError(RuntimeError):
     """What a graph was captured with has moved or changed; replaying would read old memory."""
 
 
+class CaptureError(RuntimeError):
+    """Work could not be recorded; nothing of it has run."""
+
+
 class GraphBackend(Protocol):
     """Records device work and plays it again; a fake one serves tests without a GPU."""
 
@@ -78,7 +82,6 @@ class GraphCounters:
     fallen_back: int = 0
 
 
-
 @dataclass
 class GraphCapture:
     """Captures and replays for one rank; counts what it does and warns once for each reason."""
@@ -107,10 +110,10 @@ class GraphCapture:
         """Records `work`, which reads and writes the `watched` tensors and draws from `generators`.
 
         Raises:
-            RuntimeError: there is no backend, or the work cannot be captured.
+            CaptureError: there is no backend, or the work cannot be captured.
         """
         if self.backend is None:
-            raise RuntimeError("no graph backend: capture needs a GPU")
+            raise CaptureError("no graph backend: capture needs a GPU")
         captured = CapturedWork(self, work, watched, generators)
         captured.record()
         self.counters.captured += 1
@@ -143,14 +146,28 @@ class CapturedWork:
         self._addresses: list[int] = []
 
     def record(self) -> None:
-        """Captures the work as memory lies now."""
+        """Captures the work as memory lies now.
+
+        Raises:
+            CaptureError: it cannot be captured.
+        """
         self.release()
         # The tensors themselves are kept: gathered weights are freed and gathered again into
         # the same tensor objects, so that their addresses tell, and a walk through all modules
         # at every replay would take longer than a turn of the text decode.
         self._tensors = tuple(self._watched())
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
-        self._graph = self._owner.backend.capture(self._work, self._generators)
+        try:
+            self._graph = self._owner.backend.capture(self._work, self._generators)
+        except RuntimeError as error:
+            raise CaptureError(str(error)) from error
+
+    def watch_anew(self) -> None:
+        """Asks again for the watched tensors, where other objects may have taken their place.
+
+        A graph that outlives a rollout needs this once in each; addresses are compared later.
+        """
+        self._tensors = tuple(self._watched())
 
     def replay(self) -> None:
         """Replays.
@@ -166,7 +183,11 @@ class CapturedWork:
         self._owner.counters.replayed += 1
 
     def run(self) -> None:
-        """Replays, or records anew and replays where memory has moved since the capture."""
+        """Replays, or records anew and replays where memory has moved since the capture.
+
+        Raises:
+            CaptureError: it cannot be captured anew; nothing has run.
+        """
         try:
             self.replay()
         except StaleGraphError:

@@ -12,7 +12,7 @@ from torch import Tensor
 from modeling.bagel.config import ImageSize
 from modeling.bagel.context import Contexts
 from modeling.bagel.flow import MakeVelocity
-from modeling.bagel.graph_capture import CapturedWork, GraphCapture
+from modeling.bagel.graph_capture import CapturedWork, CaptureError, GraphCapture
 
 
 def static_velocity(capture: GraphCapture) -> MakeVelocity:
@@ -56,7 +56,7 @@ class StaticVelocity:
     def _record(self) -> None:
         try:
             self._work = self._capture.capture(self._forward, self._watched)
-        except RuntimeError as error:
+        except CaptureError as error:
             self._is_eager = True
             self._capture.fall_back(f"image flow: {error}")
 

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from modeling.bagel.graph_capture import GraphCapture, StaleGraphError
+from modeling.bagel.graph_capture import CaptureError, GraphCapture, StaleGraphError
 from tests.fake_graph import FakeBackend
 
 
@@ -67,6 +67,33 @@ def test_run_records_anew_where_memory_moved():
     assert backend.captures == 2
 
 
+def test_what_took_another_ones_place_is_seen_when_watched_anew():
+    box, backend, capture, work = captured()
+    work.watch_anew()
+    work.run()
+    old, box.value = box.value, torch.zeros(3)
+    work.watch_anew()
+    with pytest.raises(StaleGraphError, match="moved"):
+        work.replay()
+    work.run()
+    assert (backend.captures, capture.counters.recaptured) == (2, 1)
+    assert (old.tolist(), box.value.tolist()) == ([1, 1, 1], [1, 1, 1])
+
+
+def test_a_refused_recapture_runs_nothing_and_can_be_tried_again():
+    box, backend, capture, work = captured()
+    move(box)
+    backend.refuses = True
+    with pytest.raises(CaptureError, match="operation not permitted"):
+        work.run()
+    assert box.value.tolist() == [0, 0, 0]
+    assert (backend.replays, capture.counters.recaptured) == (0, 0)
+    backend.refuses = False
+    work.run()
+    assert box.value.tolist() == [1, 1, 1]
+    assert (capture.counters.captured, capture.counters.recaptured) == (1, 1)
+
+
 def test_released_graph_is_not_replayed():
     _, backend, _, work = captured()
     work.release()
@@ -78,7 +105,7 @@ def test_released_graph_is_not_replayed():
 def test_without_backend_nothing_is_captured():
     capture = GraphCapture(None)
     assert not capture.is_available
-    with pytest.raises(RuntimeError, match="needs a GPU"):
+    with pytest.raises(CaptureError, match="needs a GPU"):
         capture.capture(lambda: None, list)
 
 
