@@ -52,6 +52,11 @@ class KvCache:
         keys, values = ([layer.zero_() for layer in spec.empty()] for _ in range(2))
         return KvCache(keys, values)
 
+    def close(self) -> None:
+        """Lets go of the memory, which goes to another cache; a pass over this one fails then."""
+        self.keys.clear()
+        self.values.clear()
+
     @property
     def num_rows(self) -> int:
         return len(self.lengths)
