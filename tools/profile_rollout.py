@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from modeling.bagel.context import Contexts
-from modeling.bagel.static_text_graph import TurnProgram, TurnState
+from modeling.bagel.text_turn import TurnProgram, TurnSource
 from tools.bench_rollout import PROMPT, SAMPLES, TOKENS, Bench, build, floors
 
 TURNS, FORWARDS, TRACED = 100, 20, 4
@@ -35,10 +35,10 @@ def text_turn(bench: Bench, mode: str) -> Callable[[], None]:
     """A replay of one captured turn of all samples; the state moves on as in a decode."""
     controller = bench.controllers[mode]
     contexts = prefix(bench, mode, room=TURNS * 3)
-    tokens = torch.full((SAMPLES,), contexts.special.bos, device=contexts.device)
     generator = torch.Generator(device=contexts.device).manual_seed(0)
-    state = TurnState.start(contexts, contexts.rows, tokens)
-    program = TurnProgram(contexts, state, controller.config.generate.sampling, generator)
+    program = TurnProgram(SAMPLES, controller.config.generate.sampling, contexts.device)
+    program.load(TurnSource(contexts, contexts.weights(), generator), contexts.rows)
+    program.state.tokens.fill_(contexts.special.bos)
     program.run()
     captured = controller.execution.capture.capture(program.run, program.watched, [generator])
     return captured.replay

@@ -1,6 +1,7 @@
 """Samples one step: contexts, thoughts, flows and pictures, on resident policy weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -127,13 +128,15 @@ class RolloutController:
             contexts.add_text(requests[: contexts.cache.num_rows])
 
         rows, noise = len(prompts), self._room_for_noise(grid)
-        with self.timer.phase("prefill"):
-            cond = self._prefilled(rows, sum(room) + noise, add_all, _all_equal(requests))
-            text = None
-            if stage.flow.guidance.text_scale > 1:
-                text = self._prefilled(rows, room[0] + noise, add_system, is_shared=True)
-        thoughts = self._think(cond, stage, draws)
-        flow = self._flow(FlowBranches(cond, text), stage, draws, grid)
+        with self._thinking_contexts(rows, sum(room) + noise) as cond:
+            with self.timer.phase("prefill"):
+                self._fill(cond, add_all, _all_equal(requests))
+                text = None
+                if stage.flow.guidance.text_scale > 1:
+                    text = self.empty_contexts(rows, room[0] + noise)
+                    self._fill(text, add_system, is_shared=True)
+            thoughts = self._think(cond, stage, draws)
+            flow = self._flow(FlowBranches(cond, text), stage, draws, grid)
         pictures = self.decode_pictures(flow.latents, grid)
         samples = [
             self._sample(thought, picture, is_answer_due=False)
@@ -215,10 +218,10 @@ class RolloutController:
             contexts.add_text(requests[:rows])
 
         is_shared = _all_equal(requests) and _all_same(conditions)
-        with self.timer.phase("prefill"):
-            capacity = room + stage.max_tokens + 1
-            contexts = self._prefilled(len(prompts), capacity, add_all, is_shared)
-        return self._think(contexts, stage, draws)
+        with self._thinking_contexts(len(prompts), room + stage.max_tokens + 1) as contexts:
+            with self.timer.phase("prefill"):
+                self._fill(contexts, add_all, is_shared)
+            return self._think(contexts, stage, draws)
 
     def _edit_contexts(
         self, conditions: list[ConditionImage], operations: list[str], grid: ImageSize
@@ -235,7 +238,8 @@ class RolloutController:
             rows, capacity = len(texts), room + image_room
             is_large = conditions[0].latents.shape[0] >= SHARED_IMAGE_TOKENS
             is_shared = is_large and _all_same(conditions)
-            cond = self._prefilled(rows, capacity, add_image, is_shared)
+            cond = self.empty_contexts(rows, capacity)
+            self._fill(cond, add_image, is_shared)
             guidance, text, image = self.config.refine.flow.guidance, None, None
             if guidance.text_scale > 1:
                 text = self.empty_contexts(rows, capacity)
@@ -274,18 +278,22 @@ class RolloutController:
         text = self.tokenizer.extract_generated_text(thought.ids) if thought.ids else ""
         return Sample(thought, text, format_reward(text, is_answer_due), operation, picture)
 
-    def _prefilled(
-        self, rows: int, capacity: int, fill: Callable[[Contexts], None], is_shared: bool
-    ) -> Contexts:
-        """Contexts after `fill`, which is done once for all rows where they begin alike."""
-        contexts = self.empty_contexts(rows, capacity)
-        if rows == 1 or not is_shared:
+    def _fill(
+        self, contexts: Contexts, fill: Callable[[Contexts], None], is_shared: bool
+    ) -> None:
+        """Does `fill` to empty contexts, once for all rows where they begin alike."""
+        if contexts.cache.num_rows == 1 or not is_shared:
             fill(contexts)
-            return contexts
-        prefix = self.empty_contexts(1, capacity)
+            return
+        prefix = self.empty_contexts(1, contexts.cache.capacity)
         fill(prefix)
         contexts.cache.copy_rows(prefix.cache)
-        return contexts
+
+    @contextmanager
+    def _thinking_contexts(self, rows: int, capacity: int) -> Iterator[Contexts]:
+        """Empty contexts that may decode text; after the block the next ones get their memory."""
+        with self.execution.decode_cache(self._cache_spec(rows, capacity)) as cache:
+            yield self._contexts(cache)
 
     def empty_contexts(self, rows: int, capacity: int) -> Contexts:
         """`rows` contexts without a token, with room for `capacity` tokens each."""

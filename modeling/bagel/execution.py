@@ -1,16 +1,18 @@
 """Chooses how a rollout runs from the switches: eagerly, or with fused operators and graphs."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 
+from modeling.bagel.cache import CacheSpec, KvCache
 from modeling.bagel.config import LlmConfig
 from modeling.bagel.context import EAGER, Contexts, Stacks
 from modeling.bagel.flow import MakeVelocity, eager_velocity
 from modeling.bagel.graph_capture import CudaBackend, GraphCapture
 from modeling.bagel.sampling import SamplingConfig
 from modeling.bagel.static_flow_graph import static_velocity
-from modeling.bagel.static_text_graph import decode_text_static
+from modeling.bagel.static_text_graph import TextGraphs, decode_text_static
 from modeling.bagel.switches import Switches
 from modeling.bagel.text_decode import DecodedText, decode_text
 
@@ -20,9 +22,19 @@ class Execution:
     """How text and image passes of a rollout run. The default is the eager path throughout."""
 
     stacks: Stacks = EAGER
-    text_graphs: bool = False
+    text_graphs: TextGraphs | None = None
     flow_graphs: bool = False
     capture: GraphCapture = field(default_factory=lambda: GraphCapture(None))
+
+    def decode_cache(self, spec: CacheSpec) -> AbstractContextManager[KvCache]:
+        """The cache of contexts that decode text, until the block ends.
+
+        New for every rollout, or over the memory of text graphs: then one at a time, and with at
+        least the capacity asked for.
+        """
+        if self.text_graphs is None:
+            return nullcontext(KvCache.zeros(spec))
+        return self.text_graphs.memory.lend(spec)
 
     def decode(
         self,
@@ -31,16 +43,21 @@ class Execution:
         max_tokens: int,
         generator: torch.Generator,
     ) -> list[DecodedText]:
-        """Decodes a text in every context."""
-        if not self.text_graphs:
+        """Decodes a text in every context, which stand on a `decode_cache`."""
+        if self.text_graphs is None:
             return decode_text(contexts, sampling, max_tokens, generator)
-        return decode_text_static(contexts, sampling, max_tokens, generator, self.capture)
+        return decode_text_static(contexts, sampling, max_tokens, generator, self.text_graphs)
 
     def counters(self) -> dict[str, float]:
         """Graph counters under their metric names; nothing where no graphs are used."""
-        if not (self.text_graphs or self.flow_graphs):
+        if self.text_graphs is None and not self.flow_graphs:
             return {}
         return self.capture.metrics()
+
+    def release(self) -> None:
+        """Drops what is kept between rollouts: text graphs and their memory."""
+        if self.text_graphs is not None:
+            self.text_graphs.release()
 
     @property
     def make_velocity(self) -> MakeVelocity:
@@ -67,7 +84,7 @@ def build_execution(
     stack = None if reason is not None else FusedStack(side_by_side=streams)
     return Execution(
         stacks=Stacks(stack if text else None, stack if flow else None),
-        text_graphs=text,
+        text_graphs=TextGraphs(capture) if text else None,
         flow_graphs=flow,
         capture=capture,
     )

@@ -1,95 +1,91 @@
-"""Text decoding as a static graph: one captured turn for each number of active samples.
+"""Text decoding as static graphs, one for each number of active samples, kept between rollouts.
 
 Draws the same numbers and computes the same bits as `text_decode.decode_text`. State lives on the
 device and moves on inside the graph; the host reads a turn's tokens while the next one runs, and
-waits for nothing else. Shape letters: A active samples, B cache rows.
+waits for nothing else.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from modeling.bagel.attention import cache_read
-from modeling.bagel.cache import CacheAppend
 from modeling.bagel.context import Contexts
-from modeling.bagel.graph_capture import CapturedWork, GraphCapture
-from modeling.bagel.qwen2_navit import ExpertOrder
-from modeling.bagel.sampling import SamplingConfig, sample_tokens
+from modeling.bagel.decode_memory import DecodeMemory
+from modeling.bagel.graph_capture import CapturedWork, CaptureError, GraphCapture
+from modeling.bagel.sampling import SamplingConfig
 from modeling.bagel.text_decode import DecodedText
+from modeling.bagel.text_turn import TurnProgram, TurnSource, to_device
 
-
-@dataclass(frozen=True)
-class TurnState:
-    """Device state of A active samples; every tensor is written in place by each turn."""
-
-    rows: list[int]
-    tokens: Tensor  # int64 [A], to be fed
-    rope_ids: Tensor  # int64 [A]
-    places: Tensor  # int64 [A], flat cache positions of the fed tokens
-    keys_used: Tensor  # int32 [A], filled positions with the fed token
-    drawn: Tensor  # float64 [2, A]: next tokens and their probabilities, read by the host
-
-    @staticmethod
-    def start(contexts: Contexts, rows: list[int], tokens: Tensor) -> "TurnState":
-        """State of `rows` before their next turn; lengths come from the host's bookkeeping."""
-        cache, device = contexts.cache, contexts.device
-        lengths = [cache.lengths[row] for row in rows]
-        places = [row * cache.capacity + n for row, n in zip(rows, lengths, strict=True)]
-        used = [n + 1 for n in lengths]
-        return TurnState(
-            rows=rows,
-            tokens=tokens,
-            rope_ids=torch.tensor([cache.next_rope[row] for row in rows], device=device),
-            places=torch.tensor(places, device=device),
-            keys_used=torch.tensor(used, dtype=torch.int32, device=device),
-            drawn=torch.zeros(2, len(rows), dtype=torch.float64, device=device),
-        )
-
-
-class TurnProgram:
-    """One turn over a TurnState: feed, attend, draw, move on. Runs eagerly or captured."""
-
-    def __init__(
-        self,
-        contexts: Contexts,
-        state: TurnState,
-        sampling: SamplingConfig,
-        generator: torch.Generator,
-    ):
-        self.contexts = contexts
-        self.state = state
-        self.sampling = sampling
-        self.generator = generator
-        cache, count = contexts.cache, len(state.rows)
-        read = cache_read(state.rows, [1] * count, state.keys_used, cache.capacity, causal=True)
-        self.append = CacheAppend(cache, state.places, read)
-        self.experts = ExpertOrder(count, 0, None, None)
-
-    def run(self) -> None:
-        state, model = self.state, self.contexts.model
-        hidden = self.contexts.extend_text(
-            model.embed_text(state.tokens), self.experts, state.rope_ids, self.append
-        )
-        logits = model.language_model.lm_head(hidden)
-        tokens, probs = sample_tokens(logits, self.sampling, self.generator)
-        state.tokens.copy_(tokens)
-        state.drawn[0].copy_(tokens)
-        state.drawn[1].copy_(probs)
-        state.rope_ids.add_(1)
-        state.places.add_(1)
-        state.keys_used.add_(1)
-
-    def watched(self) -> list[Tensor]:
-        """Everything whose address a graph of this turn bakes in."""
-        state, cache = self.state, self.contexts.cache
-        own = [state.tokens, state.rope_ids, state.places, state.keys_used, state.drawn]
-        return [*own, *cache.keys, *cache.values, *self.contexts.weights()]
+MAX_REFUSED = 2
+"""After so many decodes in a row in which a capture was refused no more are tried."""
 
 
 @dataclass
-class _Turn:
+class KeptTurn:
+    """The turn of one number of samples. It is warm, and may be captured, once it ran eagerly."""
+
+    program: TurnProgram
+    work: CapturedWork | None = None
+    is_warm: bool = False
+
+
+class TextGraphs:
+    """What outlives a rollout: captured turns, and the memory and generator they bake in.
+
+    Contexts to be decoded have to stand on a cache that `memory` lends.
+    """
+
+    def __init__(self, capture: GraphCapture):
+        self.capture = capture
+        self.memory = DecodeMemory(before_move=self.drop)
+        self.num_refused = 0
+        self._turns: dict[tuple, KeptTurn] = {}
+        self._generator: torch.Generator | None = None
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether there is a backend that has not refused too often."""
+        return self.capture.is_available and self.num_refused < MAX_REFUSED
+
+    def turn(self, contexts: Contexts, sampling: SamplingConfig, count: int) -> KeptTurn:
+        """The turn of `count` samples, new or from an earlier rollout."""
+        key = (count, sampling, contexts.rounding)
+        if key not in self._turns:
+            self._turns[key] = KeptTurn(TurnProgram(count, sampling, contexts.device))
+        return self._turns[key]
+
+    def generator_like(self, generator: torch.Generator) -> torch.Generator:
+        """The generator that graphs draw from, in the state of `generator`."""
+        if self._generator is None:
+            self._generator = torch.Generator(generator.device)
+        self._generator.set_state(generator.get_state())
+        return self._generator
+
+    def refuse(self) -> None:
+        """Counts a refused capture, and drops what it may have left unusable."""
+        self.num_refused += 1
+        self.drop()
+
+    def drop(self) -> None:
+        """Drops all graphs."""
+        for turn in self._turns.values():
+            if turn.work is not None:
+                turn.work.release()
+                turn.work = None
+        self._turns.clear()
+        # A capture that failed may leave its generator in the middle of recording.
+        self._generator = None
+
+    def release(self) -> None:
+        """Drops all graphs and the memory; captures that were given up are tried again."""
+        self.memory.release()
+        self.num_refused = 0
+
+
+@dataclass
+class _Launched:
     """One launched turn: who took part, and where the host will find what was drawn."""
 
     rows: list[int]
@@ -102,42 +98,52 @@ def decode_text_static(
     sampling: SamplingConfig,
     max_tokens: int,
     generator: torch.Generator,
-    capture: GraphCapture,
+    graphs: TextGraphs,
 ) -> list[DecodedText]:
     """`decode_text` through captured turns; same arguments, same numbers.
 
-    The first turn of each number of active samples runs eagerly (it warms kernels up), the second
-    is captured, and from then on turns are replays.
+    The first turn that a number of active samples ever has runs eagerly (it warms kernels up), the
+    next one is captured, and from then on turns are replays, in this rollout and in later ones.
+
+    Raises:
+        ValueError: the contexts do not stand on what `graphs.memory` has lent.
     """
-    special = contexts.special
-    ids = [[special.bos] for _ in contexts.rows]
-    probs: list[list[float]] = [[] for _ in contexts.rows]
-    tokens = torch.full((len(ids),), special.bos, device=contexts.device)
-    runner = _Runner(contexts, sampling, generator, capture)
-    runner.start(contexts.rows, tokens)
-    pending: list[_Turn] = []
+    if contexts.cache is not graphs.memory.lent:
+        raise ValueError("captured turns need contexts over a cache that TextGraphs.memory lends")
+    decode = _Decode(contexts, sampling, generator, graphs)
+    try:
+        return _turn_by_turn(decode, max_tokens)
+    finally:
+        decode.finish()
+
+
+def _turn_by_turn(decode: "_Decode", max_tokens: int) -> list[DecodedText]:
+    special = decode.contexts.special
+    ids = [[special.bos] for _ in decode.contexts.rows]
+    probs: list[list[float]] = [[] for _ in decode.contexts.rows]
+    decode.start(special.bos)
+    pending: list[_Launched] = []
     turn = 0
     while True:
-        pending.append(runner.launch())
+        pending.append(decode.launch())
         if turn == max_tokens - 1:
-            runner.force(special.eos)
+            decode.force(special.eos)
         # One turn stays in flight while the host looks at the one before it.
         if turn >= 1:
             _take_in(pending.pop(0), ids, probs, special.eos, turn - 1 == max_tokens - 1)
         turn += 1
         # Fed at turn `turn - 1` is what was drawn before it, which the host knows by now.
-        fed = [ids[row][turn - 1] if len(ids[row]) >= turn else special.eos for row in runner.rows]
+        fed = [ids[row][turn - 1] if len(ids[row]) >= turn else special.eos for row in decode.rows]
         staying = [i for i, token in enumerate(fed) if turn == 1 or token != special.eos]
         if not staying:
             break
         if len(staying) < len(fed):
-            runner.keep(staying)
-    runner.release()
+            decode.keep(staying)
     return [DecodedText(tuple(i), tuple(p)) for i, p in zip(ids, probs, strict=True)]
 
 
 def _take_in(
-    turn: _Turn, ids: list[list[int]], probs: list[list[float]], eos: int, is_forced: bool
+    turn: _Launched, ids: list[list[int]], probs: list[list[float]], eos: int, is_forced: bool
 ) -> None:
     turn.done()
     tokens, drawn_probs = turn.drawn.tolist()
@@ -148,75 +154,98 @@ def _take_in(
         probs[row].append(prob)
 
 
-class _Runner:
-    """Launches turns, eagerly, captured or replayed, and keeps the cache's bookkeeping."""
+class _Decode:
+    """One decode: launches turns, eagerly, captured or replayed; keeps the cache's bookkeeping."""
 
     def __init__(
         self,
         contexts: Contexts,
         sampling: SamplingConfig,
         generator: torch.Generator,
-        capture: GraphCapture,
+        graphs: TextGraphs,
     ):
         self.contexts = contexts
         self.sampling = sampling
         self.generator = generator
-        self.capture = capture
+        self.graphs = graphs
+        self.is_eager = not graphs.is_usable
+        if self.is_eager and graphs.capture.is_available:
+            graphs.capture.fall_back(
+                f"text decode: captures were refused in {MAX_REFUSED} decodes in a row, "
+                "no more are tried"
+            )
+        drawing = generator if self.is_eager else graphs.generator_like(generator)
+        self.source = TurnSource(contexts, contexts.weights(), drawing)
         self.rows: list[int] = []
-        self.program: TurnProgram | None = None
-        self.work: CapturedWork | None = None
-        self.num_turns = 0
+        self.turn: KeptTurn | None = None
 
-    def start(self, rows: list[int], tokens: Tensor) -> None:
-        """Begins with a new set of active rows."""
-        self.release()
-        self.rows = rows
-        state = TurnState.start(self.contexts, rows, tokens)
-        self.program = TurnProgram(self.contexts, state, self.sampling, self.generator)
-        self.num_turns = 0
+    def start(self, token: int) -> None:
+        """Begins with all rows, each fed `token`."""
+        self._load(self.contexts.rows)
+        self.force(token)
 
     def keep(self, staying: list[int]) -> None:
         """Drops all samples but those at the given places."""
-        index = torch.tensor(staying, device=self.contexts.device)
-        tokens = self.program.state.tokens[index]
-        self.start([self.rows[i] for i in staying], tokens)
+        index = to_device(staying, self.contexts.device)
+        tokens = self.turn.program.state.tokens[index]
+        self._load([self.rows[i] for i in staying])
+        self.turn.program.state.tokens.copy_(tokens)
 
-    def launch(self) -> _Turn:
+    def launch(self) -> _Launched:
         """One turn of all active rows; nothing waits for it here."""
-        if self.num_turns == 1 and self.capture.is_available:
-            self.work = self._record()
-        if self.work is not None:
-            self.work.run()
-        else:
-            self.program.run()
-        self.num_turns += 1
+        if self.is_eager or not self.turn.is_warm or not self._replay():
+            self.turn.program.run()
+            self.turn.is_warm = True
         ones = [1] * len(self.rows)
         self.contexts.cache.advance(self.rows, ones, ones)
         return self._read_back()
 
     def force(self, token: int) -> None:
         """Makes `token` what every sample is fed next."""
-        self.program.state.tokens.fill_(token)
+        self.turn.program.state.tokens.fill_(token)
 
-    def release(self) -> None:
-        if self.work is not None:
-            self.work.release()
-        self.work = None
+    def finish(self) -> None:
+        """Hands the stream back to the caller's generator; however the decode ended."""
+        if not self.is_eager:
+            self.generator.set_state(self.source.generator.get_state())
+            self.graphs.num_refused = 0
 
-    def _record(self) -> CapturedWork | None:
-        program = self.program
+    def _load(self, rows: list[int]) -> None:
+        self.rows = rows
+        self.turn = self.graphs.turn(self.contexts, self.sampling, len(rows))
+        self.turn.program.load(self.source, rows)
+        if self.turn.work is not None:
+            self.turn.work.watch_anew()
+
+    def _replay(self) -> bool:
+        """Replays the turn, after capturing it where needed; False if that is refused."""
+        turn, program = self.turn, self.turn.program
         try:
-            return self.capture.capture(program.run, program.watched, [self.generator])
-        except RuntimeError as error:
-            self.capture.fall_back(f"text decode: {error}")
-            return None
+            if turn.work is None:
+                turn.work = self.graphs.capture.capture(
+                    program.run, program.watched, [self.source.generator]
+                )
+            turn.work.run()
+        except CaptureError as error:
+            self._fall_back(error)
+            return False
+        return True
 
-    def _read_back(self) -> _Turn:
-        drawn = self.program.state.drawn
+    def _fall_back(self, error: CaptureError) -> None:
+        """Goes on without graphs, on the caller's own generator."""
+        self.graphs.capture.fall_back(f"text decode: {error}")
+        self.generator.set_state(self.source.generator.get_state())
+        self.is_eager = True
+        self.graphs.refuse()
+        self.source = replace(self.source, generator=self.generator)
+        self.turn.program.source = self.source
+
+    def _read_back(self) -> _Launched:
+        drawn = self.turn.program.state.drawn
         if not drawn.is_cuda:
-            return _Turn(self.rows, drawn.clone(), lambda: None)
+            return _Launched(self.rows, drawn.clone(), lambda: None)
         host = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
         host.copy_(drawn, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        return _Turn(self.rows, host, event.synchronize)
+        return _Launched(self.rows, host, event.synchronize)

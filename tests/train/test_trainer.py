@@ -12,6 +12,7 @@ from PIL import Image
 from data.geneval import read_prompts
 from modeling.bagel.execution import Execution
 from modeling.bagel.graph_capture import GraphCapture
+from modeling.bagel.static_text_graph import TextGraphs
 from tests.fake_graph import FakeBackend
 from tests.tiny import PARITY, one_rank, tiny_config
 from train.assembly import assemble
@@ -204,6 +205,19 @@ def drift_of_images(report: StepReport) -> float:
     return report.loss.image_log_ratio.abs().max().item()
 
 
+def captured_execution(backend: FakeBackend) -> Execution:
+    capture = GraphCapture(backend)
+    return Execution(text_graphs=TextGraphs(capture), flow_graphs=True, capture=capture)
+
+
+def assert_same_steps(eager: StepReport, captured: StepReport) -> None:
+    thoughts = ([s.thought.ids for s in r.rollout.samples] for r in (eager, captured))
+    assert next(thoughts) == next(thoughts)
+    assert torch.equal(eager.rollout.flow.after, captured.rollout.flow.after)
+    assert eager.loss.loss.item() == pytest.approx(captured.loss.loss.item(), rel=1e-5)
+    assert eager.grad_norm == pytest.approx(captured.grad_norm, rel=1e-5)
+
+
 def test_captured_rollouts_train_like_eager_ones(context):
     """Graphs over sharded weights: gathered and freed between steps, so captured anew in each."""
     reports: dict[str, list[StepReport]] = {}
@@ -211,16 +225,55 @@ def test_captured_rollouts_train_like_eager_ones(context):
         runner = trainer(context, FakeRewards(), lr=1e-3, warmup_steps=0)
         backend = FakeBackend()
         if mode == "captured":
-            runner.parts.controller.execution = Execution(
-                text_graphs=True, flow_graphs=True, capture=GraphCapture(backend)
-            )
+            runner.parts.controller.execution = captured_execution(backend)
         reports[mode] = [runner.run_step(step) for step in range(4)]
     for eager, captured in zip(*reports.values(), strict=True):
-        thoughts = ([s.thought.ids for s in r.rollout.samples] for r in (eager, captured))
-        assert next(thoughts) == next(thoughts)
-        assert torch.equal(eager.rollout.flow.after, captured.rollout.flow.after)
-        assert eager.loss.loss.item() == pytest.approx(captured.loss.loss.item(), rel=1e-5)
-        assert eager.grad_norm == pytest.approx(captured.grad_norm, rel=1e-5)
+        assert_same_steps(eager, captured)
         assert captured.graph_counters["graphs/fallen_back"] == 0
     assert backend.replays > 20 and backend.captures >= 4
     assert eager.graph_counters == {}
+
+
+def test_text_graphs_outlive_a_step(context):
+    """Every step after the first two replays its text turns; moved weights cost a capture each."""
+    runner = trainer(context, FakeRewards(), lr=1e-3, warmup_steps=0)
+    backend = FakeBackend()
+    capture = GraphCapture(backend)
+    graphs = TextGraphs(capture)
+    runner.parts.controller.execution = Execution(text_graphs=graphs, capture=capture)
+    replays, kept = [], None
+    for step in range(6):
+        before = backend.replays
+        report = runner.run_step(step)
+        replays.append(backend.replays - before)
+        turns = max(len(sample.thought.ids) for sample in report.rollout.samples)
+        if step == 3:
+            kept = graphs.memory.spec, capture.counters.captured
+        if step > 3:
+            assert turns - replays[-1] <= 1  # eager: a number of samples that never came before
+    counters = capture.counters
+    assert kept[0] == graphs.memory.spec
+    assert counters.captured <= 3  # one for each number of samples, generate and refine alike
+    assert counters.captured + counters.recaptured == backend.captures
+    assert graphs.memory.lent is None and counters.fallen_back == 0
+
+
+def test_a_broken_rollout_does_not_reach_the_next_one(context):
+    reports = {}
+    for mode in ("eager", "captured"):
+        runner = trainer(context, FakeRewards())
+        if mode == "captured":
+            runner.parts.controller.execution = captured_execution(FakeBackend())
+
+        def broken(name: str, value: object) -> None:
+            if name.startswith("flow1"):
+                raise InterruptedError("in the middle of a flow")
+
+        probe, runner.parts.controller.probe = runner.parts.controller.probe, broken
+        with pytest.raises(InterruptedError) as caught:
+            runner.run_step(0)
+        runner.parts.controller.probe = probe
+        reports[mode] = [runner.run_step(step) for step in range(1, 3)]
+        assert caught.tb is not None  # its frames hold on to the contexts until here
+    for eager, captured in zip(*reports.values(), strict=True):
+        assert_same_steps(eager, captured)

@@ -1,79 +1,330 @@
 """Static decode and flow against the eager path, through a fake graph on a CPU."""
 
+import copy
+import itertools
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 
+from modeling.bagel import text_decode, text_turn
+from modeling.bagel.cache import KvCache
 from modeling.bagel.config import ImageSize
+from modeling.bagel.context import Contexts
 from modeling.bagel.flow import eager_velocity
 from modeling.bagel.graph_capture import GraphCapture
 from modeling.bagel.sampling import SamplingConfig
 from modeling.bagel.static_flow_graph import static_velocity
-from modeling.bagel.static_text_graph import decode_text_static
-from modeling.bagel.text_decode import decode_text
+from modeling.bagel.static_text_graph import TextGraphs, decode_text_static
+from modeling.bagel.text_decode import DecodedText, decode_text
 from tests.fake_graph import FakeBackend
-from tests.tiny import contexts, tiny_tokenizer
+from tests.tiny import cache_spec, contexts, contexts_over, tiny_model, tiny_tokenizer
 
 HOT = SamplingConfig(do_sample=True, temperature=1.6, top_k=50, top_p=0.9)
+COLD = SamplingConfig(do_sample=True, temperature=0.5, top_k=50, top_p=0.9)
 GRID = ImageSize(4, 4)
+CAT, LONG = "a photo of a cat", "a photo of two red dogs and of one blue car below them"
 
 
-def prefilled(rows: int):
-    grown = contexts(rows)
-    tokenizer = tiny_tokenizer()
-    grown.add_text([tokenizer.encode("a photo of a cat")] * rows)
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def fill(grown: Contexts, prompts: list[str]) -> Contexts:
+    grown.add_text([tiny_tokenizer().encode(prompt) for prompt in prompts])
     return grown
 
 
-@torch.no_grad()
+def prefilled(rows: int) -> Contexts:
+    return fill(contexts(rows), [CAT] * rows)
+
+
+def text_graphs(refuses: bool = False) -> tuple[TextGraphs, FakeBackend]:
+    backend = FakeBackend(refuses)
+    return TextGraphs(GraphCapture(backend)), backend
+
+
+@contextmanager
+def lent(graphs: TextGraphs, prompts: list[str], capacity: int = 96) -> Iterator[Contexts]:
+    """Contexts over memory of the graphs, in which nothing but what they write can be read."""
+    with graphs.memory.lend(cache_spec(len(prompts), capacity)) as cache:
+        for layer in (*cache.keys, *cache.values):
+            layer.fill_(float("nan"))
+        yield fill(contexts_over(cache), prompts)
+
+
+def assert_same_cache(mine: KvCache, theirs: KvCache) -> None:
+    assert mine.lengths == theirs.lengths
+    assert mine.next_rope == theirs.next_rope
+    pairs = zip((*mine.keys, *mine.values), (*theirs.keys, *theirs.values), strict=True)
+    for kept, reference in pairs:
+        for row, length in enumerate(theirs.lengths):
+            assert torch.equal(kept[row, :length], reference[row, :length])
+
+
+def assert_like_eager(
+    graphs: TextGraphs,
+    seed: int,
+    prompts: list[str],
+    max_tokens: int = 16,
+    sampling: SamplingConfig = HOT,
+    capacity: int = 96,
+) -> list[DecodedText]:
+    """One rollout through graphs: ids, probabilities, streams and caches are the eager path's."""
+    first, second = (torch.Generator().manual_seed(seed) for _ in range(2))
+    eager = fill(contexts(len(prompts), capacity), prompts)
+    expected = decode_text(eager, sampling, max_tokens, first)
+    with lent(graphs, prompts, capacity) as static:
+        texts = decode_text_static(static, sampling, max_tokens, second, graphs)
+        assert_same_cache(static.cache, eager.cache)
+    assert texts == expected
+    assert torch.equal(first.get_state(), second.get_state())
+    return texts
+
+
+def turns_by_count(texts: list[DecodedText]) -> dict[int, int]:
+    """How many turns each number of active samples had."""
+    fed = sorted(len(text.ids) for text in texts)
+    starts = [0, *fed]
+    spans = {len(fed) - i: fed[i] - starts[i] for i in range(len(fed))}
+    return {count: span for count, span in spans.items() if span}
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("max_tokens", [2, 3, 12])
 def test_static_decode_draws_what_the_eager_path_draws(seed, max_tokens):
-    eager, static = prefilled(4), prefilled(4)
-    first, second = (torch.Generator().manual_seed(seed) for _ in range(2))
-    expected = decode_text(eager, HOT, max_tokens, first)
-    backend = FakeBackend()
-    capture = GraphCapture(backend)
-    texts = decode_text_static(static, HOT, max_tokens, second, capture)
-    assert [text.ids for text in texts] == [text.ids for text in expected]
-    for text, other in zip(texts, expected, strict=True):
-        assert text.probs == pytest.approx(other.probs, abs=1e-6)
-    assert static.cache.lengths == eager.cache.lengths
-    assert static.cache.next_rope == eager.cache.next_rope
-    for mine, theirs in zip(static.cache.keys, eager.cache.keys, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
-    assert torch.equal(first.get_state(), second.get_state())
-    assert capture.counters.fallen_back == 0
+    graphs, _ = text_graphs()
+    assert_like_eager(graphs, seed, [CAT] * 4, max_tokens)
+    assert graphs.capture.counters.fallen_back == 0
 
 
-@torch.no_grad()
 def test_one_graph_for_each_number_of_active_samples():
-    lengths = set()
+    most = 0
     for seed in range(20):
-        grown = prefilled(4)
-        backend = FakeBackend()
-        generator = torch.Generator().manual_seed(seed)
-        texts = decode_text_static(grown, HOT, 16, generator, GraphCapture(backend))
-        fed = sorted({len(text.ids) for text in texts})
-        lengths.add(len(fed))
-        # A set of samples that takes part in two turns or more is captured once, on its second.
-        spans = [end - start for start, end in zip([0, *fed], fed, strict=False)]
-        assert backend.captures == sum(span > 1 for span in spans)
-        assert backend.replays == sum(span - 1 for span in spans)
-    assert max(lengths) > 1, "no seed made samples finish at different turns"
+        graphs, backend = text_graphs()
+        spans = turns_by_count(assert_like_eager(graphs, seed, [CAT] * 4))
+        most = max(most, len(spans))
+        # A number of samples that takes part in two turns or more is captured on its second.
+        assert backend.captures == sum(span > 1 for span in spans.values())
+        assert backend.replays == sum(span - 1 for span in spans.values())
+    assert most > 1, "no seed made samples finish at different turns"
 
 
-@torch.no_grad()
-def test_decode_falls_back_where_capture_is_refused():
-    eager, static = prefilled(2), prefilled(2)
-    first, second = (torch.Generator().manual_seed(3) for _ in range(2))
-    capture = GraphCapture(FakeBackend(refuses=True))
-    texts = decode_text_static(static, HOT, 8, second, capture)
-    expected = decode_text(eager, HOT, 8, first)
-    assert [text.ids for text in texts] == [text.ids for text in expected]
-    assert capture.counters.fallen_back >= 1
+def test_later_rollouts_capture_nothing_that_is_known():
+    graphs, backend = text_graphs()
+    turns, rows_of_count = {}, {}
+    rollouts = [
+        (seed, prompts, max_tokens)
+        for seed, prompts in enumerate(([CAT] * 4, [LONG, CAT, LONG, CAT], [CAT, LONG] * 2) * 4)
+        for max_tokens in (16, 9)
+    ]
+    for seed, prompts, max_tokens in rollouts:
+        texts = assert_like_eager(graphs, seed, prompts, max_tokens)
+        ends = {len(text.ids) for text in texts}
+        for count, span in turns_by_count(texts).items():
+            turns[count] = turns.get(count, 0) + span
+        for end in ends:
+            rows = tuple(i for i, text in enumerate(texts) if len(text.ids) >= end)
+            rows_of_count.setdefault(len(rows), set()).add(rows)
+        # Each number of samples ran eagerly once in all, and is captured once in all.
+        assert backend.captures == sum(span > 1 for span in turns.values())
+        assert backend.replays == sum(span - 1 for span in turns.values())
+    assert max(len(rows) for rows in rows_of_count.values()) > 1, "always the same rows"
+    assert len(set(backend.generators)) == 1
+    counters = graphs.capture.counters
+    assert (counters.recaptured, counters.fallen_back) == (0, 0)
+    assert (counters.captured, counters.replayed) == (backend.captures, backend.replays)
 
 
-@torch.no_grad()
+def test_fewer_rows_than_the_memory_has_use_its_graphs():
+    graphs, backend = text_graphs()
+    for seed in range(8):
+        assert_like_eager(graphs, seed, [CAT] * 4)
+    known = backend.captures
+    for seed in range(8):
+        assert_like_eager(graphs, seed, [LONG] * 3)
+    assert backend.captures == known and graphs.memory.spec.rows == 4
+
+
+def test_samplings_have_their_own_graphs():
+    graphs, backend = text_graphs()
+    for sampling in (HOT, COLD, HOT, COLD):
+        assert_like_eager(graphs, 1, [CAT], sampling=sampling)
+    assert backend.captures == 2
+
+
+@pytest.mark.parametrize(("rows", "capacity"), [(2, 300), (3, 96)])
+def test_memory_that_grows_is_captured_anew(rows, capacity):
+    graphs, backend = text_graphs()
+    assert_like_eager(graphs, 0, [CAT] * 2)
+    before, addresses = backend.captures, [x.data_ptr() for x in graphs.memory._keys]
+    assert_like_eager(graphs, 0, [CAT] * rows, capacity=capacity)
+    assert addresses != [x.data_ptr() for x in graphs.memory._keys]
+    grown = backend.captures
+    assert grown > before
+    assert_like_eager(graphs, 0, [CAT] * 2)
+    assert_like_eager(graphs, 0, [CAT] * rows, capacity=capacity)
+    assert backend.captures - grown <= 1  # 2 of 3 rows may be new
+    assert graphs.capture.counters.recaptured == 0  # old graphs were dropped, not found stale
+
+
+def move_weights(model: torch.nn.Module) -> None:
+    """Other memory under the same tensors, as weights that are freed and gathered again."""
+    for param in model.parameters():
+        param.data = param.data.clone()
+
+
+def replace_weights(model: torch.nn.Module) -> None:
+    """Other tensors in their places, while the old ones live on."""
+    embedding = model.language_model.model.embed_tokens
+    embedding.weight = torch.nn.Parameter(embedding.weight * 1.5, requires_grad=False)
+
+
+@pytest.mark.parametrize("change", [move_weights, replace_weights])
+def test_weights_that_moved_are_captured_anew_without_an_eager_turn(change):
+    graphs, backend = text_graphs()
+    model, kept = copy.deepcopy(tiny_model()), []
+
+    def roll(seed: int) -> tuple[list[DecodedText], list[DecodedText]]:
+        results = []
+        for decode, extra in ((decode_text, ()), (decode_text_static, (graphs,))):
+            with graphs.memory.lend(cache_spec(1)) as cache:
+                static = contexts_over(cache)
+                static.model = model
+                fill(static, [CAT])
+                generator = torch.Generator().manual_seed(seed)
+                results.append(decode(static, HOT, 8, generator, *extra))
+        return results[0], results[1]
+
+    expected, texts = roll(0)
+    assert texts == expected
+    kept += model.parameters()
+    change(model)
+    replays = backend.replays
+    expected, texts = roll(1)
+    assert texts == expected
+    assert backend.replays - replays == len(texts[0].ids)
+    assert graphs.capture.counters.recaptured == 1
+    roll(2)
+    assert graphs.capture.counters.recaptured == 1
+
+
+def fail_after(monkeypatch, module, calls: int) -> None:
+    """Makes one draw of a decode fail; those before and behind it are as ever."""
+    draw, count = module.sample_tokens, itertools.count()
+
+    def sample_tokens(*args):
+        if next(count) == calls:
+            raise InterruptedError("in the middle of a turn")
+        return draw(*args)
+
+    monkeypatch.setattr(module, "sample_tokens", sample_tokens)
+
+
+@pytest.mark.parametrize("calls", [0, 1, 5])
+def test_an_exception_in_a_decode_does_not_reach_the_next_one(monkeypatch, calls):
+    graphs, _ = text_graphs()
+    assert_like_eager(graphs, 9, [CAT] * 2)
+    for module in (text_turn, text_decode):
+        fail_after(monkeypatch, module, calls)
+    first, second = (torch.Generator().manual_seed(0) for _ in range(2))
+    with pytest.raises(InterruptedError):
+        decode_text(fill(contexts(3), [CAT] * 3), HOT, 16, first)
+    with pytest.raises(InterruptedError) as caught, lent(graphs, [CAT] * 3) as static:
+        decode_text_static(static, HOT, 16, second, graphs)
+    assert torch.equal(first.get_state(), second.get_state())
+    for seed in range(3):
+        assert_like_eager(graphs, seed, [LONG, CAT, CAT])
+    assert graphs.capture.counters.fallen_back == 0
+    assert caught.tb is not None  # it keeps the frames of the broken rollout alive until here
+
+
+def test_contexts_elsewhere_are_refused():
+    graphs, _ = text_graphs()
+    generator = torch.Generator()
+    with pytest.raises(ValueError, match=r"a cache that TextGraphs\.memory lends"):
+        decode_text_static(prefilled(1), HOT, 4, generator, graphs)
+    with lent(graphs, [CAT]) as past:
+        pass
+    with pytest.raises(ValueError, match="lends"):
+        decode_text_static(past, HOT, 4, generator, graphs)
+
+
+def test_without_a_backend_turns_are_eager():
+    graphs = TextGraphs(GraphCapture(None))
+    for seed in range(2):
+        assert_like_eager(graphs, seed, [CAT] * 3)
+    assert graphs.capture.counters.captured == graphs.capture.counters.fallen_back == 0
+
+
+class TestRefusedCaptures:
+    def test_the_decode_goes_on_eagerly_and_the_next_one_captures(self, caplog):
+        graphs, backend = text_graphs(refuses=True)
+        with caplog.at_level(logging.WARNING, logger="faster_r3"):
+            assert_like_eager(graphs, 0, [CAT] * 4)
+        assert (backend.refused, len(caplog.records)) == (1, 1)
+        assert "operation not permitted" in caplog.text
+        assert graphs.capture.counters.fallen_back == 1
+        backend.refuses = False
+        assert_like_eager(graphs, 1, [CAT] * 4)
+        assert backend.captures >= 1
+        assert graphs.capture.counters.fallen_back == 1
+
+    def test_two_decodes_in_a_row_end_the_tries(self, caplog):
+        graphs, backend = text_graphs(refuses=True)
+        with caplog.at_level(logging.WARNING, logger="faster_r3"):
+            for seed in range(4):
+                assert_like_eager(graphs, seed, [CAT] * 4)
+        assert backend.refused == 2
+        assert graphs.capture.counters.fallen_back == 4
+        reasons = [record.getMessage() for record in caplog.records]
+        assert len(reasons) == 2 and "refused in 2 decodes in a row" in reasons[1]
+        backend.refuses = False
+        assert_like_eager(graphs, 5, [CAT] * 4)
+        assert backend.captures == 0
+        graphs.release()
+        assert_like_eager(graphs, 6, [CAT] * 4)
+        assert backend.captures >= 1
+
+    def test_a_good_decode_between_two_refused_ones_counts_anew(self):
+        graphs, backend = text_graphs()
+        for seed, refuses in enumerate((True, False, True, False)):
+            if refuses:
+                graphs.drop()
+            backend.refuses = refuses
+            assert_like_eager(graphs, seed, [CAT] * 2)
+        assert backend.refused == 2 and graphs.is_usable
+
+    def test_a_capture_that_cannot_be_renewed_is_left_for_the_eager_path(self):
+        graphs, backend = text_graphs()
+        assert_like_eager(graphs, 0, [CAT])
+        backend.refuses = True
+        for turn in graphs._turns.values():
+            turn.work.release()
+        assert_like_eager(graphs, 1, [CAT])
+        counters = graphs.capture.counters
+        assert (backend.refused, counters.fallen_back, counters.recaptured) == (1, 1, 0)
+
+
+def test_release_drops_graphs_and_memory():
+    graphs, backend = text_graphs()
+    assert_like_eager(graphs, 0, [CAT] * 2)
+    works = [turn.work for turn in graphs._turns.values() if turn.work is not None]
+    captures, counters = backend.captures, graphs.capture.counters
+    graphs.release()
+    assert graphs.memory.spec is None
+    for work in works:
+        assert work._graph is None and work._tensors == ()
+    assert counters.captured == captures == len(works) > 0
+    assert_like_eager(graphs, 0, [CAT] * 2)
+    assert backend.captures == counters.captured == 2 * captures
+    assert counters.recaptured == 0
+
+
 def test_static_velocity_follows_its_inputs():
     eager, static = prefilled(2), prefilled(2)
     backend = FakeBackend()
