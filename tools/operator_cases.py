@@ -98,9 +98,9 @@ def qk_case(rows: int, distribution: str, early: bool) -> Case:
     k, v = (draw((rows, KV_HEADS * HEAD_SIZE), distribution, rows + i) for i in (1, 2))
     q_norm, k_norm = norm_module(HEAD_SIZE, 3), norm_module(HEAD_SIZE, 4)
     generator = torch.Generator(device="cuda").manual_seed(rows)
-    order = torch.randperm(rows, generator=generator, device="cuda")
+    rope_ids = torch.randperm(rows, generator=generator, device="cuda") * 3
     slots = torch.randperm(rows + CACHE_SLACK, generator=generator, device="cuda")[:rows]
-    cos, sin = rotary_table(order * 3, HEAD_SIZE, THETA)
+    cos, sin = rotary_table(rope_ids, HEAD_SIZE, THETA)
 
     def run() -> list[Tensor]:
         queries = poisoned(rows, HEADS, HEAD_SIZE)
@@ -109,7 +109,7 @@ def qk_case(rows: int, distribution: str, early: bool) -> Case:
             (q, k, v),
             (q_norm.weight, k_norm.weight),
             (cos, sin),
-            (order, slots),
+            slots,
             (queries, keys, values),
             EPS,
             early,
@@ -120,7 +120,7 @@ def qk_case(rows: int, distribution: str, early: bool) -> Case:
         queries = poisoned(rows, HEADS, HEAD_SIZE)
         keys, values = (poisoned(rows + CACHE_SLACK, KV_HEADS, HEAD_SIZE) for _ in range(2))
         turn = Attention._norm_and_rotate
-        queries[order] = turn(q.view(rows, HEADS, HEAD_SIZE), q_norm, cos, sin, early)
+        queries[:] = turn(q.view(rows, HEADS, HEAD_SIZE), q_norm, cos, sin, early)
         keys[slots] = turn(k.view(rows, KV_HEADS, HEAD_SIZE), k_norm, cos, sin, early)
         values[slots] = v.view(rows, KV_HEADS, HEAD_SIZE)
         return [queries, keys, values]

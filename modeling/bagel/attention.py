@@ -1,8 +1,9 @@
 """Attention backends: packed varlen, padded static cache, and masks over a forest of segments.
 
 Shape letters: S packed tokens, T query tokens, B cache rows, C cache positions, N heads,
-K KV heads, H head size. On a GPU the varlen kernels are PyTorch's own flash attention; on a CPU
-every document is one scaled_dot_product_attention call.
+K KV heads, H head size. On a GPU the varlen kernels are PyTorch's own flash attention, and what a
+flow and a text turn read from the cache goes through kernels of our own (fused_attention.py); on a
+CPU every document is one scaled_dot_product_attention call.
 """
 
 from collections.abc import Callable
@@ -91,20 +92,7 @@ def cached_attention(q: Tensor, keys: Tensor, values: Tensor, read: CacheRead) -
         [T, N, H].
     """
     if q.is_cuda and q.dtype != torch.float32:
-        return torch.ops.aten._flash_attention_forward(
-            q,
-            keys.flatten(0, 1),
-            values.flatten(0, 1),
-            read.query_bounds,
-            read.key_starts,
-            max(read.query_lengths),
-            # The capacity, not the fill: the kernel splits keys by it, and sums in another order.
-            keys.shape[1],
-            0.0,
-            read.causal,
-            False,
-            seqused_k=read.keys_used,
-        )[0]
+        return _cached_on_gpu(q, keys, values, read)
     outputs = []
     pieces = q.split(list(read.query_lengths))
     for q1, row, used in zip(pieces, read.rows, read.keys_used.tolist(), strict=True):
@@ -114,6 +102,37 @@ def cached_attention(q: Tensor, keys: Tensor, values: Tensor, read: CacheRead) -
             mask = mask.tril(used - q1.shape[0])
         outputs.append(_sdpa(q1, keys[row, :used], values[row, :used], mask=mask))
     return torch.cat(outputs)
+
+
+def _cached_on_gpu(q: Tensor, keys: Tensor, values: Tensor, read: CacheRead) -> Tensor:
+    """cached_attention by kernels that read the padded cache in place."""
+    # Imported late: Triton comes with PyTorch's GPU builds only.
+    from modeling.bagel.fused_attention import (
+        MIN_IMAGE_QUERIES,
+        few_queries_attention,
+        fits_few,
+        image_attention,
+    )
+
+    capacity, flat = keys.shape[1], (keys.flatten(0, 1), values.flatten(0, 1))
+    queries = max(read.query_lengths)
+    if min(read.query_lengths) == queries and (queries == 1 or not read.causal):
+        if fits_few(queries, q.shape[1], keys.shape[2]):
+            return few_queries_attention(q, *flat, read.key_starts, read.keys_used, capacity)
+        if queries >= MIN_IMAGE_QUERIES:
+            return image_attention(q, *flat, read.key_starts, read.keys_used)
+    return torch.ops.aten._flash_attention_forward(
+        q,
+        *flat,
+        read.query_bounds,
+        read.key_starts,
+        queries,
+        capacity,
+        0.0,
+        read.causal,
+        False,
+        seqused_k=read.keys_used,
+    )[0]
 
 
 AttendForest = Callable[[Tensor, Tensor, Tensor], Tensor]

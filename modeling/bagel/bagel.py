@@ -106,8 +106,9 @@ class Bagel(nn.Module):
             parts.append(self.embed_latents(batch.latents, batch.timesteps, positions))
         x = torch.cat(parts)
         rotary = self.decoder.rotary(batch.rope_ids, experts, rounding)
+        attend_experts = experts.reordered(attend)
         for layer in self.decoder.layers:
-            x = layer(x, experts, rotary, attend)
+            x = layer(x, experts, rotary, attend_experts)
         x = experts.to_document(self.decoder.final_norm(x, experts))
         return LearnerOutput(
             logits=self.language_model.lm_head(x[batch.label_index]),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from modeling.bagel.attention import CacheRead, cache_read, cached_attention
 from modeling.bagel.config import LlmConfig
+from modeling.bagel.qwen2_navit import ExpertOrder
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,22 @@ class KvCache:
         self.lengths = source.lengths * copies
         self.next_rope = source.next_rope * copies
 
-    def append(self, rows: list[int], lengths: list[int], causal: bool) -> "CacheAppend":
+    def append(
+        self,
+        rows: list[int],
+        lengths: list[int],
+        causal: bool,
+        experts: ExpertOrder | None = None,
+        runs: list[list[int]] | None = None,
+    ) -> "CacheAppend":
         """Plans the writing of `lengths[i]` tokens behind row `rows[i]`; nothing moves on yet.
+
+        Args:
+            rows, lengths: where the tokens go.
+            causal: whether a token sees only itself and earlier ones of those written.
+            experts: the order in which tokens will come; None for document order.
+            runs: tokens of each row in each expert's run, for attention run by run: what is not
+                causal may. Without it all tokens attend together, in document order.
 
         Raises:
             ValueError: a row would grow past the capacity.
@@ -100,8 +115,11 @@ class KvCache:
         ]
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
         used = torch.tensor(ends, dtype=torch.int32, device=self.device)
-        read = cache_read(rows, lengths, used, self.capacity, causal)
-        return CacheAppend(self, torch.tensor(places, device=self.device), read)
+        reads = [cache_read(rows, run, used, self.capacity, causal) for run in runs or [lengths]]
+        targets = torch.tensor(places, device=self.device)
+        if experts is not None:
+            targets = experts.to_expert(targets)
+        return CacheAppend(self, targets, *reads, order=None if runs else experts)
 
     def advance(self, rows: list[int], lengths: list[int], rope_steps: list[int]) -> None:
         """Moves filled lengths and RoPE ids on."""
@@ -111,20 +129,36 @@ class KvCache:
 
 
 class CacheAppend:
-    """One planned append: where new keys and values go, and what the new tokens see."""
+    """One planned append: where new keys and values go, and what the new tokens see.
 
-    def __init__(self, cache: KvCache, places: Tensor, read: CacheRead):
+    Tokens come in expert order: a run for each read, row by row inside; or with `order`, which
+    then leads to the document order that the only read wants.
+    """
+
+    def __init__(
+        self,
+        cache: KvCache,
+        places: Tensor,
+        *reads: CacheRead,
+        order: ExpertOrder | None = None,
+    ):
         self.cache = cache
         self.places = places
-        self.read = read
+        self.reads = reads
+        self.order = order
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Writes k, v [T, K, H] into `layer` and attends from q [T, N, H]: [T, N, H]."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         keys.flatten(0, 1).index_copy_(0, self.places, k)
         values.flatten(0, 1).index_copy_(0, self.places, v)
-        return self.read_attention(layer, q)
+        if self.order is not None:
+            return self.order.to_expert(self.read_run(layer, 0, self.order.to_document(q)))
+        runs = q.split([sum(read.query_lengths) for read in self.reads])
+        outputs = [self.read_run(layer, i, run) for i, run in enumerate(runs)]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def read_attention(self, layer: int, q: Tensor) -> Tensor:
-        """Attends from q [T, N, H] over what the cache holds, the new tokens included."""
-        return cached_attention(q, self.cache.keys[layer], self.cache.values[layer], self.read)
+    def read_run(self, layer: int, run: int, q: Tensor) -> Tensor:
+        """Attends from one run's q [T, N, H] over what the cache holds, the new tokens included."""
+        read = self.reads[run]
+        return cached_attention(q, self.cache.keys[layer], self.cache.values[layer], read)

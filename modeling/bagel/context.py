@@ -190,9 +190,11 @@ class Contexts:
             start += length
         und, gen = torch.tensor(markers), torch.tensor(patches)
         experts = ExpertOrder.from_positions(und.to(self.device), gen.to(self.device))
+        # On a CPU the whole segment attends at once: recorded runs hold the bits of that.
+        runs = [[NUM_MARKERS] * len(rows), counts] if self.device.type == "cuda" else None
         if not is_gen:
             # Encoder tokens go through the und expert too: one run in document order.
-            experts = ExpertOrder(start, 0, None, experts.inverse)
+            experts, runs = ExpertOrder(start, 0, None, experts.inverse), None
         ropes = [self.cache.next_rope[row] + rope_offset for row in rows]
         ids = [self.special.vision_start, self.special.vision_end] * len(rows)
         return ImageAppend(
@@ -202,7 +204,7 @@ class Contexts:
                 self.device
             ),
             position_ids=torch.cat(positions).to(self.device),
-            append=self.cache.append(rows, lengths, causal=False),
+            append=self.cache.append(rows, lengths, False, experts if is_gen else None, runs),
             lengths=lengths,
         )
 

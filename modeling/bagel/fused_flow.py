@@ -1,7 +1,7 @@
 """The rollout's stack of layers with fused operators: norms, RoPE, cache writes, SwiGLU.
 
 Computes what `Bagel.extend` computes layer by layer in its eager form, bit for bit, with the same
-matrix products. Rows stay in expert order; only queries go to document order and back.
+matrix products.
 """
 
 from collections.abc import Callable
@@ -61,9 +61,8 @@ class FusedStack:
         layers = list(decoder.layers)
         _each(halves, lambda half: half.start(layers[0]), side)
         for index, layer in enumerate(layers):
-            out = append.read_attention(index, shared.queries).flatten(1)
             following = layers[index + 1] if index + 1 < len(layers) else None
-            _each(halves, partial(_Half.finish, out=out, layer=layer, following=following), side)
+            _each(halves, partial(_Half.finish, layer=layer, following=following), side)
             shared.index += 1
         return shared.normed
 
@@ -93,7 +92,7 @@ class _Pass:
         self.decoder = decoder
         self.eps = config.rms_norm_eps
         self.rotary = rotary
-        self.cache = append.cache
+        self.append = append
         self.index = 0
         self.x = x.contiguous()
         self.other = torch.empty_like(self.x)
@@ -101,20 +100,16 @@ class _Pass:
         self.normed = torch.empty_like(self.x)
         shape = (num_rows, config.num_heads, config.head_size)
         self.queries = torch.empty(shape, dtype=x.dtype, device=x.device)
-        self.order = experts.order
-        self.document = experts.order
-        if self.document is None:
-            self.document = torch.arange(num_rows, device=x.device)
-        self.slots = append.places[self.document]
 
 
 class _Half:
-    """The rows of one expert on their way: between two attentions they meet no other rows."""
+    """The rows of one expert, a run of the append: they meet other rows in the cache only."""
 
     def __init__(
         self, shared: _Pass, suffix: str, part: slice, streams: list[torch.cuda.Stream]
     ):
         self.shared = shared
+        self.run = 1 if suffix else 0
         self.suffix = suffix
         self.part = part
         self.x, self.other = shared.x[part], shared.other[part]
@@ -127,20 +122,21 @@ class _Half:
         rms_norm(self.x, weight, self.shared.eps, self.normed)
         self._project_heads(layer, 0)
 
-    def finish(self, out: Tensor, layer: DecoderLayer, following: DecoderLayer | None) -> None:
-        """From the attention's output [S, N * H] to the projections of the following layer."""
-        order = self.shared.order
-        rows = out[self.part] if order is None else out[order[self.part]]
-        self._multiply(rows, layer.self_attn, "o_proj")
+    def finish(self, layer: DecoderLayer, following: DecoderLayer | None) -> None:
+        """From the attention of one layer to the projections of the following one."""
+        shared = self.shared
+        queries = shared.queries[self.part]
+        out = shared.append.read_run(shared.index, self.run, queries).flatten(1)
+        self._multiply(out, layer.self_attn, "o_proj")
         self._add_and_norm(layer, "post_attention_layernorm")
         mlp = getattr(layer, "mlp" + self.suffix)
         inner = silu_mul(*self._apply([mlp.gate_proj, mlp.up_proj], self.normed))
         torch.mm(inner, mlp.down_proj.weight.t(), out=self.delta)
         if following is None:
-            self._add_and_norm(self.shared.decoder, "norm")
+            self._add_and_norm(shared.decoder, "norm")
             return
         self._add_and_norm(following, "input_layernorm")
-        self._project_heads(following, self.shared.index + 1)
+        self._project_heads(following, shared.index + 1)
 
     def _add_and_norm(self, owner: torch.nn.Module, name: str) -> None:
         weight = getattr(owner, name + self.suffix).weight
@@ -152,6 +148,7 @@ class _Half:
 
     def _project_heads(self, layer: DecoderLayer, index: int) -> None:
         shared, module, part = self.shared, layer.self_attn, self.part
+        cache = shared.append.cache
         modules = [getattr(module, f"{name}_proj{self.suffix}") for name in "qkv"]
         weights = tuple(getattr(module, f"{name}_norm{self.suffix}").weight for name in "qk")
         rounding = shared.rotary.rounding
@@ -159,11 +156,11 @@ class _Half:
             self._apply(modules, self.normed),
             weights,
             (shared.rotary.cos[part], shared.rotary.sin[part]),
-            (shared.document[part], shared.slots[part]),
+            shared.append.places[part],
             (
-                shared.queries,
-                shared.cache.keys[index].flatten(0, 1),
-                shared.cache.values[index].flatten(0, 1),
+                shared.queries[part],
+                cache.keys[index].flatten(0, 1),
+                cache.values[index].flatten(0, 1),
             ),
             shared.eps,
             rounding.gen if self.suffix else rounding.und,

@@ -256,7 +256,6 @@ def _qk_kernel(
     k_weight_ptr,
     cos_ptr,
     sin_ptr,
-    document_ptr,
     slot_ptr,
     q_out_ptr,
     key_ptr,
@@ -275,7 +274,7 @@ def _qk_kernel(
     sin_ptr += row * H
     if part < q_parts:
         q_ptr += row * (Q_HEADS * H)
-        q_out_ptr += tl.load(document_ptr + row) * (Q_HEADS * H)
+        q_out_ptr += row * (Q_HEADS * H)
         first = part * BLOCK
         _turn_heads(
             q_ptr, q_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, first, Q_HEADS, BLOCK, H, EARLY, eps
@@ -299,19 +298,19 @@ def qk_norm_rope_store(
     projections: tuple[Tensor, Tensor, Tensor],
     weights: tuple[Tensor, Tensor],
     tables: tuple[Tensor, Tensor],
-    targets: tuple[Tensor, Tensor],
+    slots: Tensor,
     outputs: tuple[Tensor, Tensor, Tensor],
     eps: float,
     early: bool,
 ) -> None:
-    """Norm and RoPE of q and k, q to document order, k and v straight into the cache.
+    """Norm and RoPE of q and k; k and v go straight into the cache.
 
     Args:
-        projections: q [S, N * H], k and v [S, K * H], rows in expert order.
+        projections: q [S, N * H], k and v [S, K * H].
         weights: of the q and k norms [H].
-        tables: cosines and sines fp32 [S, 1, H], rows likewise.
-        targets: int64 [S]: document position and cache slot of each row.
-        outputs: q by document position [*, N, H]; keys and values by slot [*, K, H].
+        tables: cosines and sines fp32 [S, 1, H].
+        slots: int64 [S], cache slot of each row.
+        outputs: q [S, N, H]; keys and values by slot [*, K, H].
         eps: of the norms.
         early: whether values are rounded to their type between norm and RoPE.
     """
@@ -327,7 +326,7 @@ def qk_norm_rope_store(
         v,
         *weights,
         *tables,
-        *targets,
+        slots,
         *outputs,
         eps,
         Q_HEADS=q_heads,

@@ -1,7 +1,7 @@
 """The mixture-of-transformers decoder: two parameter sets, one attention.
 
 The residual stream is kept in *expert order*: all tokens of the und expert first, then all of the
-gen expert. Each expert works on its own contiguous half, and only attention sees document order.
+gen expert. Each expert works on its own contiguous half, and only attention joins them.
 
 Shape letters: S packed tokens, U of them und, G gen, D hidden, N heads, K KV heads, H head size,
 V vocabulary.
@@ -20,6 +20,7 @@ from modeling.bagel.layers import RMSNorm, rotary_table, rotate
 
 GEN = "_moe_gen"
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Attention of q [S, N, H] over k and v [S, K, H] and what they join: [S, N, H], expert order."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,14 @@ class ExpertOrder:
 
     def to_expert(self, x: Tensor) -> Tensor:
         return x if self.order is None else x[self.order]
+
+    def reordered(self, attend: Attend) -> Attend:
+        """Attention in expert order by one that wants document order."""
+
+        def attend_experts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self.to_expert(attend(*(self.to_document(x) for x in (q, k, v))))
+
+        return attend_experts
 
     def apply(self, x: Tensor, und: Callable, gen: Callable) -> Tensor:
         """und on the first U rows of x, gen on the rest."""
@@ -94,11 +103,9 @@ class Attention(nn.Module):
         if experts.num_gen:
             halves.append(self._project(x[experts.num_und :], GEN, experts.num_und, rotary))
         q, k, v = (
-            experts.to_document(torch.cat(parts) if len(parts) > 1 else parts[0])
-            for parts in zip(*halves, strict=True)
+            torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*halves, strict=True)
         )
-        out = experts.to_expert(attend(q, k, v).flatten(1))
-        return experts.apply(out, self.o_proj, self.o_proj_moe_gen)
+        return experts.apply(attend(q, k, v).flatten(1), self.o_proj, self.o_proj_moe_gen)
 
     def _project(self, x: Tensor, suffix: str, start: int, rotary: Rotary) -> tuple:
         heads = (x.shape[0], -1, self.head_size)

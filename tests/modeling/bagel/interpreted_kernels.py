@@ -95,8 +95,8 @@ def heads() -> None:
         q = torch.randn(rows, num_heads * size)
         k, v = torch.randn(rows, num_kv * size), torch.randn(rows, num_kv * size)
         q_norm, k_norm = module(size), module(size)
-        order, slots = torch.randperm(rows), torch.randperm(rows + 3)[:rows]
-        cos, sin = rotary_table(order * 7, size, 1e6)
+        slots = torch.randperm(rows + 3)[:rows]
+        cos, sin = rotary_table(torch.randperm(rows) * 7, size, 1e6)
         for early in (False, True):
             queries = poisoned(rows, num_heads, size)
             keys, values = poisoned(rows + 3, num_kv, size), poisoned(rows + 3, num_kv, size)
@@ -104,13 +104,13 @@ def heads() -> None:
                 (q, k, v),
                 (q_norm.weight, k_norm.weight),
                 (cos, sin),
-                (order, slots),
+                slots,
                 (queries, keys, values),
                 EPS,
                 early,
             )
             turn = Attention._norm_and_rotate
-            close(queries[order], turn(q.view(rows, num_heads, size), q_norm, cos, sin, early))
+            close(queries, turn(q.view(rows, num_heads, size), q_norm, cos, sin, early))
             close(keys[slots], turn(k.view(rows, num_kv, size), k_norm, cos, sin, early))
             assert torch.equal(values[slots], v.view(rows, num_kv, size))
             untouched = torch.ones(rows + 3, dtype=torch.bool)
@@ -134,7 +134,8 @@ def stack() -> None:
         outputs, caches = [], []
         for fused in (False, True):
             cache = KvCache.zeros(CacheSpec(config, 2, 12, torch.device("cpu"), torch.float32))
-            append = cache.append([1, 0], [4, 4], causal=False)
+            runs = [[2, 2], [2, 2]] if gen.numel() else [[4, 4]]
+            append = cache.append([1, 0], [4, 4], False, experts, runs)
             x = torch.randn(8, 256, generator=torch.Generator().manual_seed(1))
             rotary = decoder.rotary(torch.arange(8), experts, QkRounding())
             if fused:

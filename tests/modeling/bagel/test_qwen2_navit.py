@@ -48,7 +48,7 @@ def make_experts_equal(decoder: Decoder) -> None:
 
 def run(decoder: Decoder, x: Tensor, experts: ExpertOrder, rounding: QkRounding) -> Tensor:
     """Document order in, document order out; causal over all tokens."""
-    attend = partial(varlen_attention, seqlens=[x.shape[0]], causal=True)
+    attend = experts.reordered(partial(varlen_attention, seqlens=[x.shape[0]], causal=True))
     rotary = decoder.rotary(torch.arange(x.shape[0]), experts, rounding)
     x = experts.to_expert(x)
     for layer in decoder.layers:
@@ -132,7 +132,8 @@ def test_rounding_touches_the_named_expert_in_bf16_only(expert):
 
     for name, where in (("rounded", rounding), ("wide", QkRounding())):
         rotary = Decoder(SMALL).rotary(torch.arange(9), order, where)
-        layer.run(order.to_expert(tokens.bfloat16()), order, rotary, partial(keep, name))
+        attend = order.reordered(partial(keep, name))
+        layer.run(order.to_expert(tokens.bfloat16()), order, rotary, attend)
     changed = (seen["rounded"] != seen["wide"]).flatten(1).any(-1)
     mine, other = (UND, GEN_POSITIONS) if expert == "und" else (GEN_POSITIONS, UND)
     assert seen["wide"].dtype == torch.bfloat16

@@ -1,0 +1,298 @@
+"""Attention over the rollout's static cache in Triton: a few queries a row, and whole images.
+
+Both read keys and values in place, from the filled positions of padded cache rows. What a query
+gets does not depend on the other queries, on the number of rows or on the padding: keys are taken
+in blocks of fixed size from the start of the row. Online softmax in fp32 (Milakov & Gimelshein
+2018; Dao et al. 2022), split over keys where queries are few (Dao et al. 2023).
+
+Shape letters: T queries, B cache rows, P padded positions of all rows, N heads, K KV heads, H head
+size.
+"""
+
+import math
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+MAX_FEW = 16
+"""Query rows of a KV head (queries times heads that share it) that one program holds."""
+SPLIT_KEYS, FEW_BLOCK = 256, 128
+QUERY_BLOCK, KEY_BLOCK = 128, 128
+MIN_IMAGE_QUERIES = 64
+MAX_LOCKS = 65536
+LOG2_E = math.log2(math.e)
+
+
+@triton.jit
+def _online_softmax(scores, values, acc, top, total):
+    """Takes a block of scaled scores [Q, B] and values [B, H] into the running softmax."""
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    weights = tl.math.exp2(scores - new_top[:, None])
+    shrink = tl.math.exp2(top - new_top)
+    total = total * shrink + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None])
+    return acc, new_top, total
+
+
+@triton.jit
+def _few_queries_kernel(
+    q_ptr,
+    key_ptr,
+    value_ptr,
+    out_ptr,
+    part_ptr,
+    stat_ptr,
+    lock_ptr,
+    start_ptr,
+    used_ptr,
+    scale,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    H: tl.constexpr,
+    QUERIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+):
+    """One KV head of one sequence over SPLIT keys; the last program to end adds up all splits."""
+    seq, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    group: tl.constexpr = HEADS // KV_HEADS
+    used = tl.load(used_ptr + seq)
+    num_splits = (used + SPLIT - 1) // SPLIT
+    if split < num_splits:
+        lane, row = tl.arange(0, H), tl.arange(0, ROWS)
+        is_row = row < group * QUERIES
+        places = (seq * QUERIES + row // group) * (HEADS * H) + (kv_head * group + row % group) * H
+        places = places[:, None] + lane[None, :]
+        q = tl.load(q_ptr + places, mask=is_row[:, None], other=0.0)
+        offset = tl.load(start_ptr + seq).to(tl.int64) * (KV_HEADS * H) + kv_head * H
+        top = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        acc = tl.zeros((ROWS, H), tl.float32)
+        for first in tl.static_range(0, SPLIT, BLOCK):
+            at = split * SPLIT + first + tl.arange(0, BLOCK)
+            inside = at < used
+            key_places = offset + at[None, :] * (KV_HEADS * H) + lane[:, None]
+            keys = tl.load(key_ptr + key_places, mask=inside[None, :], other=0.0)
+            value_places = offset + at[:, None] * (KV_HEADS * H) + lane[None, :]
+            values = tl.load(value_ptr + value_places, mask=inside[:, None], other=0.0)
+            # Finite, so that a block without keys leaves the sums as they are and makes no NaN.
+            scores = tl.where(inside[None, :], tl.dot(q, keys) * scale, -1e30)
+            acc, top, total = _online_softmax(scores, values, acc, top, total)
+        if num_splits == 1:
+            out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + places, out, mask=is_row[:, None])
+        else:
+            pair = seq * KV_HEADS + kv_head
+            tile = row[:, None] * H + lane[None, :]
+            slot = pair * NUM_SPLITS + split
+            tl.store(part_ptr + slot * (ROWS * H) + tile, acc)
+            tl.store(stat_ptr + slot * (2 * ROWS) + row, top)
+            tl.store(stat_ptr + slot * (2 * ROWS) + ROWS + row, total)
+            # The barrier puts all stores of the program before the one thread's release.
+            tl.debug_barrier()
+            num_ended = tl.atomic_add(lock_ptr + pair, 1, sem="acq_rel")
+            if num_ended == num_splits - 1:
+                tl.debug_barrier()
+                _add_splits(
+                    part_ptr + pair * NUM_SPLITS * (ROWS * H) + tile,
+                    stat_ptr + pair * NUM_SPLITS * (2 * ROWS) + row,
+                    out_ptr + places,
+                    is_row,
+                    num_splits,
+                    H,
+                    ROWS,
+                    NUM_SPLITS,
+                )
+                tl.store(lock_ptr + pair, 0)
+
+
+@triton.jit
+def _add_splits(
+    part_ptrs,
+    stat_ptrs,
+    out_ptrs,
+    is_row,
+    num_splits,
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+):
+    """Adds the splits in their order, whatever order they ended in."""
+    top = tl.full((ROWS,), -1e30, tl.float32)
+    for split in tl.static_range(NUM_SPLITS):
+        there = is_row & (split < num_splits)
+        stat = tl.load(
+            stat_ptrs + split * (2 * ROWS), mask=there, other=-1e30, cache_modifier=".cg"
+        )
+        top = tl.maximum(top, stat)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, H), tl.float32)
+    for split in tl.static_range(NUM_SPLITS):
+        there = is_row & (split < num_splits)
+        stats = stat_ptrs + split * (2 * ROWS)
+        weight = tl.math.exp2(tl.load(stats, mask=there, other=-1e30, cache_modifier=".cg") - top)
+        total += weight * tl.load(stats + ROWS, mask=there, other=0.0, cache_modifier=".cg")
+        part = tl.load(
+            part_ptrs + split * (ROWS * H),
+            mask=there[:, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        acc += weight[:, None] * part
+    out = (acc / total[:, None]).to(out_ptrs.dtype.element_ty)
+    tl.store(out_ptrs, out, mask=is_row[:, None])
+
+
+def fits_few(num_queries: int, num_heads: int, num_kv_heads: int) -> bool:
+    """Whether that many queries of every sequence fit into one program."""
+    return num_queries * (num_heads // num_kv_heads) <= MAX_FEW
+
+
+def few_queries_attention(
+    q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, used: Tensor, capacity: int
+) -> Tensor:
+    """Attention of the same small number of queries for every sequence over all its keys.
+
+    Args:
+        q: [T, N, H], sequence by sequence, contiguous.
+        keys, values: [P, K, H], contiguous.
+        starts: int32 [at least sequences], first position of each.
+        used: int32 [sequences], filled positions of each.
+        capacity: at least the largest number of filled positions.
+
+    Returns:
+        [T, N, H].
+    """
+    num_seqs, (num_heads, size), kv_heads = used.shape[0], q.shape[1:], keys.shape[1]
+    num_splits = triton.cdiv(capacity, SPLIT_KEYS)
+    pairs = num_seqs * kv_heads
+    out = torch.empty_like(q)
+    parts = q.new_empty(pairs * num_splits * MAX_FEW * size, dtype=torch.float32)
+    stats = q.new_empty(pairs * num_splits * MAX_FEW * 2, dtype=torch.float32)
+    _few_queries_kernel[(num_seqs, kv_heads, num_splits)](
+        q,
+        keys,
+        values,
+        out,
+        parts,
+        stats,
+        _locks(q.device),
+        starts,
+        used,
+        size**-0.5 * LOG2_E,
+        HEADS=num_heads,
+        KV_HEADS=kv_heads,
+        H=size,
+        QUERIES=q.shape[0] // num_seqs,
+        ROWS=MAX_FEW,
+        SPLIT=SPLIT_KEYS,
+        BLOCK=FEW_BLOCK,
+        NUM_SPLITS=num_splits,
+        num_warps=8,
+    )
+    return out
+
+
+@cache
+def _locks(device: torch.device) -> Tensor:
+    """Counters of ended splits, zero between launches: the last program of a pair resets its own.
+
+    Made by the eager pass that comes before every capture, so never inside a graph's memory.
+    """
+    return torch.zeros(MAX_LOCKS, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def _image_kernel(
+    q_rows,
+    key_rows,
+    value_rows,
+    key_ptr,
+    value_ptr,
+    out_ptr,
+    start_ptr,
+    used_ptr,
+    num_queries,
+    scale,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    H: tl.constexpr,
+    QUERIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """QUERIES queries of one head of one sequence over all its keys."""
+    first, head, seq = tl.program_id(0) * QUERIES, tl.program_id(1), tl.program_id(2)
+    kv_head = head // (HEADS // KV_HEADS)
+    q = q_rows.load([seq * num_queries + first, head * H])
+    start, used = tl.load(start_ptr + seq), tl.load(used_ptr + seq)
+    top = tl.full((QUERIES,), float("-inf"), tl.float32)
+    total = tl.zeros((QUERIES,), tl.float32)
+    acc = tl.zeros((QUERIES, H), tl.float32)
+    whole = used // BLOCK * BLOCK
+    for at in tl.range(0, whole, BLOCK, num_stages=3):
+        keys = key_rows.load([start + at, kv_head * H])
+        values = value_rows.load([start + at, kv_head * H])
+        scores = tl.dot(q, keys.T) * scale
+        acc, top, total = _online_softmax(scores, values, acc, top, total)
+    lane = tl.arange(0, H)
+    if whole < used:
+        at = whole + tl.arange(0, BLOCK)
+        inside = at < used
+        offset = start.to(tl.int64) * (KV_HEADS * H) + kv_head * H
+        key_places = offset + at[None, :] * (KV_HEADS * H) + lane[:, None]
+        keys = tl.load(key_ptr + key_places, mask=inside[None, :], other=0.0)
+        value_places = offset + at[:, None] * (KV_HEADS * H) + lane[None, :]
+        values = tl.load(value_ptr + value_places, mask=inside[:, None], other=0.0)
+        scores = tl.where(inside[None, :], tl.dot(q, keys) * scale, float("-inf"))
+        acc, top, total = _online_softmax(scores, values, acc, top, total)
+    rows = first + tl.arange(0, QUERIES)
+    places = (seq * num_queries + rows).to(tl.int64)[:, None] * (HEADS * H) + head * H
+    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + places + lane[None, :], out, mask=(rows < num_queries)[:, None])
+
+
+def image_attention(
+    q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, used: Tensor
+) -> Tensor:
+    """Attention of the same number of queries for every sequence over all its keys.
+
+    Args:
+        q: [T, N, H], sequence by sequence, contiguous.
+        keys, values: [P, K, H], contiguous.
+        starts: int32 [at least sequences], first position of each.
+        used: int32 [sequences], filled positions of each.
+
+    Returns:
+        [T, N, H].
+    """
+    num_seqs, (num_heads, size), kv_heads = used.shape[0], q.shape[1:], keys.shape[1]
+    num_queries = q.shape[0] // num_seqs
+    out = torch.empty_like(q)
+    key_rows, value_rows = (
+        TensorDescriptor.from_tensor(x.flatten(1), [KEY_BLOCK, size]) for x in (keys, values)
+    )
+    _image_kernel[(triton.cdiv(num_queries, QUERY_BLOCK), num_heads, num_seqs)](
+        TensorDescriptor.from_tensor(q.flatten(1), [QUERY_BLOCK, size]),
+        key_rows,
+        value_rows,
+        keys,
+        values,
+        out,
+        starts,
+        used,
+        num_queries,
+        size**-0.5 * LOG2_E,
+        HEADS=num_heads,
+        KV_HEADS=kv_heads,
+        H=size,
+        QUERIES=QUERY_BLOCK,
+        BLOCK=KEY_BLOCK,
+        num_warps=8,
+    )
+    return out
