@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from modeling.bagel.attention import (
+    CacheRead,
     cache_read,
     cached_attention,
     forest_attention,
@@ -54,18 +55,43 @@ def check_varlen(causal: bool, heads: int, kv_heads: int, size: int) -> dict:
     return verdict(name, relative_error(out, reference), relative_error(plain, reference))
 
 
-def check_cached(causal: bool, query_lengths: list[int]) -> dict:
-    capacity, key_lengths, rows = 600, [512, 37 + query_lengths[1], 600], [2, 0, 1]
+def check_cached(causal: bool, query_lengths: list[int], capacity: int = 600) -> list[dict]:
+    """Also that the same rows give the same bits again, alone, and behind other padding."""
+    rows, used = [2, 0, 1], [max(512, query_lengths[0]), 37 + query_lengths[1], capacity]
     q = draw(sum(query_lengths), HEADS, HEAD_SIZE, seed=3)
     keys, values = (draw(3, capacity, KV_HEADS, HEAD_SIZE, seed=i) for i in (4, 5))
-    used = torch.tensor(key_lengths, dtype=torch.int32, device=q.device)
-    read = cache_read(rows, query_lengths, used, capacity, causal)
+    for row, filled in zip(rows, used, strict=True):  # what is not filled may hold anything
+        keys[row, filled:] = values[row, filled:] = float("nan")
+    read = _read(rows, query_lengths, used, capacity, causal)
     reference = cached_attention(q, keys, values, read)
     half = [x.bfloat16() for x in (q, keys, values)]
     out = cached_attention(*half, read)
     plain = cached_attention(*(x.float() for x in half), read).bfloat16()
-    name = f"cached causal={causal} queries={query_lengths}"
-    return verdict(name, relative_error(out, reference), relative_error(plain, reference))
+    name = f"cached causal={causal} queries={query_lengths} of {capacity}"
+    results = [verdict(name, relative_error(out, reference), relative_error(plain, reference))]
+    if len(set(query_lengths)) == 1 and (query_lengths[0] == 1 or not causal):
+        count = query_lengths[0]
+        alone = _read(rows[1:2], [count], used[1:2], capacity, causal)
+        pad = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 300)) for x in half[1:]]
+        wide = _read(rows, query_lengths, used, capacity + 300, causal)
+        same = [
+            torch.equal(cached_attention(*half, read), out),
+            torch.equal(
+                cached_attention(half[0][count : 2 * count], *half[1:], alone),
+                out[count : 2 * count],
+            ),
+            torch.equal(cached_attention(half[0], *pad, wide), out),
+        ]
+        print(f"{'':<36} again, alone, padded: {same}")
+        results.append({"name": f"{name} repeats bit for bit", "passed": all(same)})
+    return results
+
+
+def _read(
+    rows: list[int], query_lengths: list[int], used: list[int], capacity: int, causal: bool
+) -> CacheRead:
+    filled = torch.tensor(used, dtype=torch.int32, device="cuda")
+    return cache_read(rows, query_lengths, filled, capacity, causal)
 
 
 def forest() -> SegmentPlan:
@@ -121,7 +147,10 @@ def main(argv: list[str] | None = None) -> int:
     results = [check_varlen(causal, HEADS, KV_HEADS, HEAD_SIZE) for causal in (False, True)]
     results.append(check_varlen(False, VIT_HEADS, VIT_HEADS, VIT_HEAD_SIZE))
     for causal in (False, True):
-        results += [check_cached(causal, [1, 1, 1]), check_cached(causal, [100, 3, 258])]
+        results += check_cached(causal, [1, 1, 1])
+        results += check_cached(causal, [100, 3, 258])
+    for count, capacity in ((1, 3000), (2, 600), (2, 1500), (64, 600), (130, 600), (1024, 1700)):
+        results += check_cached(False, [count] * 3, capacity)
     results += check_forest()
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
