@@ -27,11 +27,14 @@ from modeling.bagel.siglip_navit import SiglipVit
 
 
 class Stack(Protocol):
-    """Runs all decoder layers of a rollout pass and the final norm, bit for bit like `extend`."""
+    """Runs all decoder layers of a rollout pass and the final norm in place of `extend`'s loop."""
 
     def run(
         self, decoder: Decoder, x: Tensor, experts: ExpertOrder, rotary: Rotary, append: CacheAppend
     ) -> Tensor: ...
+
+    def project(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        """The product of x [M, K] with a linear layer, such as the text head: [M, N]."""
 
 
 class Bagel(nn.Module):

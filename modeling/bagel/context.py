@@ -122,6 +122,11 @@ class Contexts:
         """The layers over text tokens, which are all of the und expert."""
         return self.model.extend(x, experts, rope_ids, append, self.rounding, self.stacks.text)
 
+    def text_logits(self, hidden: Tensor) -> Tensor:
+        """Logits [T, V] of final hidden states [T, D]."""
+        head = self.model.language_model.lm_head
+        return head(hidden) if self.stacks.text is None else self.stacks.text.project(hidden, head)
+
     def weights(self) -> list[Tensor]:
         """All weights that a pass reads, as they lie now."""
         return list(self.model.parameters())

@@ -81,7 +81,8 @@ def build_execution(
     if reason is not None:
         capture.fall_back(reason)
     streams = switches.is_active("R3_FUSED_DECODE_STREAMS", device.type)
-    stack = None if reason is not None else FusedStack(side_by_side=streams)
+    is_fast = switches.execution_on(device.type) == "fast"
+    stack = None if reason is not None else FusedStack(streams, is_fast)
     return Execution(
         stacks=Stacks(stack if text else None, stack if flow else None),
         text_graphs=TextGraphs(capture) if text else None,

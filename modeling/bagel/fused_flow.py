@@ -1,7 +1,8 @@
 """The rollout's stack of layers with fused operators: norms, RoPE, cache writes, SwiGLU.
 
-Computes what `Bagel.extend` computes layer by layer in its eager form, bit for bit, with the same
-matrix products.
+In the exact grade it computes what `Bagel.extend` computes layer by layer in its eager form, bit
+for bit, with the same matrix products. The fast grade takes kernels of its own for the products of
+few rows, which round differently.
 """
 
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from modeling.bagel import few_rows
 from modeling.bagel.cache import CacheAppend
 from modeling.bagel.config import LlmConfig
 from modeling.bagel.fused_ops import (
@@ -19,10 +21,13 @@ from modeling.bagel.fused_ops import (
     rms_norm,
     silu_mul,
 )
+from modeling.bagel.prefetch import can_prefetch, prefetch
 from modeling.bagel.qwen2_navit import GEN, Decoder, DecoderLayer, ExpertOrder, Rotary
 
 SIDE_BY_SIDE_ROWS = 64
 """Up to so many rows a projection is too small to fill the GPU alone."""
+AHEAD = {"heads": 8, "out": 32, "mlp": 8, "down": 8}
+"""MiB of each weight that are fetched while the operators before its product run."""
 
 
 def unsupported(config: LlmConfig, dtype: torch.dtype) -> str | None:
@@ -40,31 +45,46 @@ class FusedStack:
     """Runs all layers over new tokens. Use under no_grad, on resident bf16 weights.
 
     `side_by_side` runs what is small on streams of its own, inside a graph capture only, where
-    the graph keeps memory apart: the few und rows of an image segment beside its gen rows, and
-    the projections of a text turn beside each other.
+    the graph keeps memory apart: the few und rows of an image segment beside its gen rows, the
+    projections of a text turn beside each other, and the fetching of weights ahead of them.
     """
 
-    def __init__(self, side_by_side: bool):
-        self._streams = [torch.cuda.Stream() for _ in range(3)] if side_by_side else []
+    def __init__(self, side_by_side: bool, is_fast: bool = False):
+        self._streams = [torch.cuda.Stream() for _ in range(4)] if side_by_side else []
+        self.is_fast = is_fast
 
     def run(
         self, decoder: Decoder, x: Tensor, experts: ExpertOrder, rotary: Rotary, append: CacheAppend
     ) -> Tensor:
         """x [S, D] in expert order -> [S, D] after all layers and the final norm."""
-        shared = _Pass(decoder, x, experts, rotary, append)
+        shared = _Pass(decoder, x, experts, rotary, append, self.is_fast)
         streams = self._streams if torch.cuda.is_current_stream_capturing() else []
-        halves = [_Half(shared, "", slice(0, experts.num_und), streams[1:])]
-        if experts.num_gen:
-            halves.append(_Half(shared, GEN, slice(experts.num_und, x.shape[0]), []))
+        und = _Half(shared, "", slice(0, experts.num_und))
+        halves, side = [und], None
         is_small = experts.num_und <= SIDE_BY_SIDE_ROWS
-        side = streams[0] if streams and is_small and len(halves) > 1 else None
+        if experts.num_gen:
+            halves.append(_Half(shared, GEN, slice(experts.num_und, x.shape[0])))
+        if streams and is_small:
+            und.streams = streams[1:3]
+            if experts.num_gen:
+                side = streams[0]
+            elif can_prefetch(x.device):
+                und.ahead = streams[3]
         layers = list(decoder.layers)
         _each(halves, lambda half: half.start(layers[0]), side)
         for index, layer in enumerate(layers):
             following = layers[index + 1] if index + 1 < len(layers) else None
             _each(halves, partial(_Half.finish, layer=layer, following=following), side)
             shared.index += 1
+        if und.ahead is not None:
+            torch.cuda.current_stream().wait_stream(und.ahead)
         return shared.normed
+
+    def project(self, x: Tensor, linear: torch.nn.Linear) -> Tensor:
+        """A product of few rows [M, K] with a weight without bias: [M, N]."""
+        if self.is_fast and few_rows.fits(x.shape[0], linear.weight):
+            return few_rows.linear(x, linear.weight)
+        return linear(x)
 
 
 def _each(halves: list["_Half"], work: Callable, side: torch.cuda.Stream | None) -> None:
@@ -86,17 +106,23 @@ class _Pass:
     """What the experts share in one pass: inputs, and queries and norms of all rows."""
 
     def __init__(
-        self, decoder: Decoder, x: Tensor, experts: ExpertOrder, rotary: Rotary, append: CacheAppend
+        self,
+        decoder: Decoder,
+        x: Tensor,
+        experts: ExpertOrder,
+        rotary: Rotary,
+        append: CacheAppend,
+        is_fast: bool,
     ):
         config, num_rows = decoder.config, x.shape[0]
         self.decoder = decoder
         self.eps = config.rms_norm_eps
         self.rotary = rotary
         self.append = append
+        self.is_fast = is_fast
         self.index = 0
         self.x = x.contiguous()
         self.other = torch.empty_like(self.x)
-        self.delta = torch.empty_like(self.x)
         self.normed = torch.empty_like(self.x)
         shape = (num_rows, config.num_heads, config.head_size)
         self.queries = torch.empty(shape, dtype=x.dtype, device=x.device)
@@ -105,16 +131,15 @@ class _Pass:
 class _Half:
     """The rows of one expert, a run of the append: they meet other rows in the cache only."""
 
-    def __init__(
-        self, shared: _Pass, suffix: str, part: slice, streams: list[torch.cuda.Stream]
-    ):
+    def __init__(self, shared: _Pass, suffix: str, part: slice):
         self.shared = shared
         self.run = 1 if suffix else 0
         self.suffix = suffix
         self.part = part
         self.x, self.other = shared.x[part], shared.other[part]
-        self.delta, self.normed = shared.delta[part], shared.normed[part]
-        self.streams = streams if self.x.shape[0] <= SIDE_BY_SIDE_ROWS else []
+        self.normed = shared.normed[part]
+        self.streams: list[torch.cuda.Stream] = []
+        self.ahead: torch.cuda.Stream | None = None
 
     def start(self, layer: DecoderLayer) -> None:
         """The first norm, and the projections of the first layer."""
@@ -124,37 +149,59 @@ class _Half:
 
     def finish(self, layer: DecoderLayer, following: DecoderLayer | None) -> None:
         """From the attention of one layer to the projections of the following one."""
-        shared = self.shared
-        queries = shared.queries[self.part]
-        out = shared.append.read_run(shared.index, self.run, queries).flatten(1)
-        self._multiply(out, layer.self_attn, "o_proj")
-        self._add_and_norm(layer, "post_attention_layernorm")
-        mlp = getattr(layer, "mlp" + self.suffix)
-        inner = silu_mul(*self._apply([mlp.gate_proj, mlp.up_proj], self.normed))
-        torch.mm(inner, mlp.down_proj.weight.t(), out=self.delta)
+        shared, mlp = self.shared, getattr(layer, "mlp" + self.suffix)
+        out = shared.append.read_run(shared.index, self.run, shared.queries[self.part])
+        delta = self._multiply(out.flatten(1), self._linear(layer.self_attn, "o_proj"))
+        self._fetch("mlp", mlp.gate_proj, mlp.up_proj)
+        self._add_and_norm(delta, layer, "post_attention_layernorm")
+        inner = self._swiglu(mlp.gate_proj, mlp.up_proj)
+        self._fetch("down", mlp.down_proj)
+        delta = self._multiply(inner, mlp.down_proj)
         if following is None:
-            self._add_and_norm(shared.decoder, "norm")
+            self._add_and_norm(delta, shared.decoder, "norm")
             return
-        self._add_and_norm(following, "input_layernorm")
+        self._fetch("heads", *self._heads(following))
+        self._add_and_norm(delta, following, "input_layernorm")
         self._project_heads(following, shared.index + 1)
 
-    def _add_and_norm(self, owner: torch.nn.Module, name: str) -> None:
+    def _linear(self, owner: torch.nn.Module, name: str) -> torch.nn.Linear:
+        return getattr(owner, name + self.suffix)
+
+    def _heads(self, layer: DecoderLayer) -> list[torch.nn.Linear]:
+        return [self._linear(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj")]
+
+    def _add_and_norm(self, delta: Tensor, owner: torch.nn.Module, name: str) -> None:
         weight = getattr(owner, name + self.suffix).weight
-        add_rms_norm(self.x, self.delta, weight, self.shared.eps, self.other, self.normed)
+        add_rms_norm(self.x, delta, weight, self.shared.eps, self.other, self.normed)
         self.x, self.other = self.other, self.x
 
-    def _multiply(self, x: Tensor, owner: torch.nn.Module, name: str) -> None:
-        torch.mm(x, getattr(owner, name + self.suffix).weight.t(), out=self.delta)
+    def _has_own_product(self, *linears: torch.nn.Linear) -> bool:
+        rows = self.x.shape[0]
+        return self.shared.is_fast and all(few_rows.fits(rows, each.weight) for each in linears)
+
+    def _multiply(self, x: Tensor, linear: torch.nn.Linear) -> Tensor:
+        if self._has_own_product(linear):
+            return few_rows.linear(x, linear.weight)
+        return torch.mm(x, linear.weight.t())
+
+    def _swiglu(self, gate: torch.nn.Linear, up: torch.nn.Linear) -> Tensor:
+        if self._has_own_product(gate, up):
+            return few_rows.swiglu(self.normed, gate.weight, up.weight)
+        return silu_mul(*self._apply([gate, up]))
 
     def _project_heads(self, layer: DecoderLayer, index: int) -> None:
         shared, module, part = self.shared, layer.self_attn, self.part
-        cache = shared.append.cache
-        modules = [getattr(module, f"{name}_proj{self.suffix}") for name in "qkv"]
-        weights = tuple(getattr(module, f"{name}_norm{self.suffix}").weight for name in "qk")
+        linears, cache = self._heads(layer), shared.append.cache
+        if self._has_own_product(*linears):
+            weights, biases = zip(*((each.weight, each.bias) for each in linears), strict=True)
+            projections = few_rows.project_heads(self.normed, weights, biases)
+        else:
+            projections = self._apply(linears)
+        self._fetch("out", self._linear(module, "o_proj"))
         rounding = shared.rotary.rounding
         qk_norm_rope_store(
-            self._apply(modules, self.normed),
-            weights,
+            projections,
+            tuple(getattr(module, f"{name}_norm{self.suffix}").weight for name in "qk"),
             (shared.rotary.cos[part], shared.rotary.sin[part]),
             shared.append.places[part],
             (
@@ -166,8 +213,18 @@ class _Half:
             rounding.gen if self.suffix else rounding.und,
         )
 
-    def _apply(self, modules: list[torch.nn.Module], x: Tensor) -> tuple[Tensor, ...]:
-        """All modules on x, those behind the first on side streams if there are any."""
+    def _fetch(self, kind: str, *linears: torch.nn.Linear) -> None:
+        """Fetches weights of a coming product while operators that read little run."""
+        if self.ahead is None:
+            return
+        self.ahead.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.ahead):
+            for linear in linears:
+                prefetch(linear.weight, AHEAD[kind] << 20)
+
+    def _apply(self, modules: list[torch.nn.Module]) -> tuple[Tensor, ...]:
+        """All modules on the normed rows, those behind the first on side streams if any."""
+        x = self.normed
         streams = self.streams[: len(modules) - 1]
         main = torch.cuda.current_stream() if streams else None
         for stream in streams:

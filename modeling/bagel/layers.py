@@ -4,6 +4,8 @@ Shape letters: S packed tokens, D hidden, N heads, H head size.
 """
 
 import math
+from collections.abc import Callable
+from functools import wraps
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +31,32 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
+def once_per_device(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Keeps what `make(*settings, device)` returns, so that a forward does not launch it again.
+
+    What is made inside a graph capture is not kept: it lies in the graph's memory pool, and is
+    computed only when the graph runs. A captured forward reads the kept tensor if an eager one
+    came before it, as one does wherever this project captures, and otherwise computes its own.
+    """
+    kept: dict[tuple, Tensor] = {}
+
+    @wraps(make)
+    def look_up(*arguments: object) -> Tensor:
+        tensor = kept.get(arguments)
+        if tensor is None:
+            tensor = make(*arguments)
+            if not _is_capturing(tensor.device):
+                kept[arguments] = tensor
+        return tensor
+
+    return look_up
+
+
+def _is_capturing(device: torch.device) -> bool:
+    # A build without CUDA cannot be asked.
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def rotary_table(rope_ids: Tensor, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary embedding (Su et al. 2021, half-rotation layout).
 
@@ -40,11 +68,16 @@ def rotary_table(rope_ids: Tensor, head_size: int, theta: float) -> tuple[Tensor
     Returns:
         Two fp32 tensors [S, 1, H].
     """
-    exponents = torch.arange(0, head_size, 2, dtype=torch.float32, device=rope_ids.device)
-    frequencies = 1.0 / (theta ** (exponents / head_size))
-    angles = rope_ids.float()[:, None] * frequencies[None, :]
-    angles = torch.cat((angles, angles), dim=-1)[:, None, :]
+    angles = rope_ids[:, None, None] * _rotary_frequencies(head_size, theta, rope_ids.device)
     return angles.cos(), angles.sin()
+
+
+@once_per_device
+def _rotary_frequencies(head_size: int, theta: float, device: torch.device) -> Tensor:
+    """The frequency of each feature of a head, those of the two halves alike: fp32 [H]."""
+    exponents = torch.arange(0, head_size, 2, dtype=torch.float32, device=device)
+    frequencies = 1.0 / (theta ** (exponents / head_size))
+    return torch.cat((frequencies, frequencies))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -86,10 +119,15 @@ class PositionTable(nn.Module):
 
 def timestep_features(t: Tensor) -> Tensor:
     """Sinusoidal features of t [T] in 0..1, cosines first: fp32 [T, 256]."""
-    half = TIMESTEP_FEATURES // 2
-    exponents = torch.arange(half, dtype=torch.float32, device=t.device) / half
-    angles = t.float()[:, None] * torch.exp(-math.log(MAX_PERIOD) * exponents)[None, :]
+    angles = t.float()[:, None] * _timestep_frequencies(t.device)
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+@once_per_device
+def _timestep_frequencies(device: torch.device) -> Tensor:
+    half = TIMESTEP_FEATURES // 2
+    exponents = torch.arange(half, dtype=torch.float32, device=device) / half
+    return torch.exp(-math.log(MAX_PERIOD) * exponents)
 
 
 class TimestepEmbedder(nn.Module):

@@ -49,31 +49,51 @@ def sample_tokens(
 
     Returns:
         tokens int64 [B], and probs fp32 [B]: the token's probability under the softmax of the
-        untempered logits. A row with a NaN or +inf logit reports NaN: looking for it here would
-        make the host wait, so the caller's check of the recorded probabilities has to find it.
+        untempered logits; without gradient. A row with a NaN or +inf logit reports NaN: looking
+        for it here would make the host wait, so the caller's check of the recorded probabilities
+        has to find it.
     """
-    logits = logits.float()
-    probs = torch.softmax(logits, dim=-1)
-    if config.do_sample:
-        tokens = _draw(logits / config.temperature, config, generator)
-    else:
-        tokens = logits.argmax(dim=-1)
-    return tokens, probs.gather(-1, tokens[:, None]).squeeze(-1)
-
-
-def _draw(logits: Tensor, config: SamplingConfig, generator: torch.Generator | None) -> Tensor:
-    """Tempered logits [B, V] -> token ids [B]."""
-    vocab_size = logits.shape[-1]
-    if config.top_p < 1:
-        probs = torch.softmax(logits, dim=-1)
-        candidates = probs.topk(min(MAX_NUCLEUS_CANDIDATES, vocab_size), dim=-1)
-        weights, ids = keep_nucleus(candidates.values, config.top_p), candidates.indices
+    logits = logits.detach().float()
+    if not config.do_sample:
+        tokens = logits.argmax(dim=-1, keepdim=True)
+        masses, totals = _masses(logits, logits.gather(-1, tokens))
+    elif config.top_p < 1:
+        top = logits.topk(min(MAX_NUCLEUS_CANDIDATES, logits.shape[-1]), dim=-1)
+        masses, totals = _masses(logits, top.values[:, :1], config.temperature)
+        probs = masses[-1].gather(-1, top.indices) / totals[-1]
+        drawn = draw_index(keep_nucleus(probs, config.top_p), generator)
+        tokens = top.indices.gather(-1, drawn[:, None])
     elif config.top_k > 0:
-        candidates = logits.topk(min(config.top_k, vocab_size), dim=-1)
-        weights, ids = torch.softmax(candidates.values, dim=-1), candidates.indices
+        top = logits.topk(min(config.top_k, logits.shape[-1]), dim=-1)
+        masses, totals = _masses(logits, top.values[:, :1])
+        drawn = draw_index(torch.softmax(top.values / config.temperature, dim=-1), generator)
+        tokens = top.indices.gather(-1, drawn[:, None])
     else:
-        return draw_index(torch.softmax(logits, dim=-1), generator)
-    return ids.gather(-1, draw_index(weights, generator)[:, None]).squeeze(-1)
+        masses, totals = _masses(logits, logits.amax(dim=-1, keepdim=True), config.temperature)
+        tokens = draw_index(masses[-1] / totals[-1], generator)[:, None]
+    return tokens.squeeze(-1), (masses[0].gather(-1, tokens) / totals[0]).squeeze(-1)
+
+
+def _masses(logits: Tensor, largest: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """What softmaxes are made of: exponentials and their sums, of plain and of tempered logits.
+
+    Not torch.softmax: over a few long rows it keeps only as many thread blocks busy as there are
+    rows, while elementwise operators and sums spread over the whole GPU.
+
+    Args:
+        logits: fp32 [B, V].
+        largest: fp32 [B, 1], the largest logit of each row.
+
+    Returns:
+        exp((logits - largest) / temperature) [1 or 2, B, V] and its sums over V [1 or 2, B, 1]:
+        the plain ones first, those at `temperature` last. At temperature 1 they are the same.
+    """
+    masses = logits.new_empty(1 if temperature == 1 else 2, *logits.shape)
+    torch.sub(logits, largest, out=masses[0])
+    if temperature != 1:
+        torch.div(masses[0], temperature, out=masses[1])
+    masses.exp_()
+    return masses, masses.sum(dim=-1, keepdim=True)
 
 
 def keep_nucleus(sorted_probs: Tensor, top_p: float) -> Tensor:
@@ -82,9 +102,9 @@ def keep_nucleus(sorted_probs: Tensor, top_p: float) -> Tensor:
     `sorted_probs` [B, C] descends in each row. A token stays if the mass before it is at most
     `top_p`: so the token that crosses stays, and the first one always does.
     """
-    mass_before = sorted_probs.cumsum(dim=-1).roll(1, dims=-1)
-    mass_before[..., 0] = 0
-    kept = sorted_probs.masked_fill(mass_before > top_p, 0)
+    mass = sorted_probs.cumsum(dim=-1)
+    kept = sorted_probs.clone()
+    kept[..., 1:].masked_fill_(mass[..., :-1] > top_p, 0)
     return kept / kept.sum(dim=-1, keepdim=True)
 
 

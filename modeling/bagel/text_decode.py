@@ -43,7 +43,7 @@ def decode_text(
     active, turn = contexts.rows, 0
     while active:
         hidden = contexts.feed_text(active, [[ids[row][-1]] for row in active])
-        logits = contexts.model.language_model.lm_head(hidden)
+        logits = contexts.text_logits(hidden)
         tokens, drawn_probs = sample_tokens(logits, sampling, generator)
         drawn = list(zip(active, tokens.tolist(), drawn_probs.tolist(), strict=True))
         active = []

@@ -89,7 +89,7 @@ class TurnProgram:
         hidden = contexts.extend_text(
             contexts.model.embed_text(state.tokens), self._experts, state.rope_ids, self._append
         )
-        logits = contexts.model.language_model.lm_head(hidden)
+        logits = contexts.text_logits(hidden)
         tokens, probs = sample_tokens(logits, self.sampling, self.source.generator)
         state.tokens.copy_(tokens)
         state.drawn[0].copy_(tokens)
