@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from modeling.bagel import layers
 from modeling.bagel.layers import (
     PositionTable,
     RMSNorm,
+    once_per_device,
     rotary_table,
     rotate,
     sincos_table,
@@ -73,6 +75,75 @@ def test_rotation_keeps_the_type_of_its_input():
     assert rotated.dtype == torch.bfloat16
     expected = torch.cat((-x[..., 4:], x[..., :4]), -1) * sin.bfloat16() + x * cos.bfloat16()
     assert torch.equal(rotated, expected)
+
+
+def test_rotary_table_has_the_bits_of_its_formula():
+    ids = torch.cat((torch.arange(300), torch.tensor([32767, 2**20])))
+    for head_size, theta in ((128, 1e6), (16, 1e6), (16, 1e4), (128, 1e6)):
+        exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
+        angles = ids.float()[:, None] * (1.0 / theta**exponents)
+        angles = torch.cat((angles, angles), dim=-1)[:, None, :]
+        cos, sin = rotary_table(ids, head_size, theta)
+        assert cos.dtype == sin.dtype == torch.float32
+        assert torch.equal(cos, angles.cos()) and torch.equal(sin, angles.sin())
+
+
+class Counted:
+    """A constant that counts how often it is made."""
+
+    def __init__(self):
+        self.num_made = 0
+        self.get = once_per_device(self.make)
+
+    def make(self, size: int, device: torch.device) -> torch.Tensor:
+        self.num_made += 1
+        return torch.arange(size, device=device)
+
+
+def test_a_constant_is_made_once_for_its_settings_and_device():
+    counted, cpu, meta = Counted(), torch.device("cpu"), torch.device("meta")
+    assert counted.get(3, cpu) is counted.get(3, cpu)
+    assert torch.equal(counted.get(3, cpu), torch.arange(3))
+    assert counted.num_made == 1
+    assert counted.get(4, cpu).shape == (4,) and counted.get(3, meta).device == meta
+    assert counted.num_made == 3
+
+
+def test_a_constant_made_in_a_capture_is_not_kept(monkeypatch):
+    counted, cpu = Counted(), torch.device("cpu")
+    monkeypatch.setattr(layers, "_is_capturing", lambda device: True)
+    in_capture = counted.get(3, cpu)
+    monkeypatch.setattr(layers, "_is_capturing", lambda device: False)
+    kept = counted.get(3, cpu)
+    assert kept is not in_capture and counted.num_made == 2
+    monkeypatch.setattr(layers, "_is_capturing", lambda device: True)
+    assert counted.get(3, cpu) is kept
+
+
+def test_constants_first_made_in_inference_mode_serve_the_learner():
+    ids = torch.tensor([3, 4])
+    with torch.inference_mode():
+        rotary_table(ids, 24, 77.0)  # settings that no other test uses: made here
+    x = torch.randn(2, 1, 24, generator=generator()).requires_grad_()
+    cos, sin = rotary_table(ids, 24, 77.0)
+    rotate(x, cos, sin).sum().backward()
+    assert bool(x.grad.isfinite().all())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("eager_first", [True, False])
+def test_gpu_capture_reads_or_makes_the_frequencies(eager_first):
+    ids = torch.arange(40, device="cuda")
+    theta = 1e5 + eager_first  # settings that no other test uses
+    if eager_first:
+        rotary_table(ids, 128, theta)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = rotary_table(ids, 128, theta)
+    eager = rotary_table(ids, 128, theta)
+    graph.replay()
+    for table, expected in zip(captured, eager, strict=True):
+        assert bool(expected.isfinite().all()) and torch.equal(table, expected)
 
 
 def test_golden_position_tables():
