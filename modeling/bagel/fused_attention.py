@@ -18,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from modeling.bagel.kernel_chain import LOOSE, Chain, start_early
+
 MAX_FEW = 16
 """Query rows of a KV head (queries times heads that share it) that one program holds."""
 SPLIT_KEYS, FEW_BLOCK = 256, 128
@@ -58,8 +60,10 @@ def _few_queries_kernel(
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """One KV head of one sequence over SPLIT keys; the last program to end adds up all splits."""
+    start_early(CHAINED)
     seq, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group: tl.constexpr = HEADS // KV_HEADS
     used = tl.load(used_ptr + seq)
@@ -155,7 +159,13 @@ def fits_few(num_queries: int, num_heads: int, num_kv_heads: int) -> bool:
 
 
 def few_queries_attention(
-    q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, used: Tensor, capacity: int
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    starts: Tensor,
+    used: Tensor,
+    capacity: int,
+    chain: Chain = LOOSE,
 ) -> Tensor:
     """Attention of the same small number of queries for every sequence over all its keys.
 
@@ -165,6 +175,7 @@ def few_queries_attention(
         starts: int32 [at least sequences], first position of each.
         used: int32 [sequences], filled positions of each.
         capacity: at least the largest number of filled positions.
+        chain: how the kernel follows the one before.
 
     Returns:
         [T, N, H].
@@ -194,7 +205,9 @@ def few_queries_attention(
         SPLIT=SPLIT_KEYS,
         BLOCK=FEW_BLOCK,
         NUM_SPLITS=num_splits,
+        CHAINED=chain.starts_early,
         num_warps=8,
+        **chain.options(),
     )
     return out
 
@@ -235,9 +248,9 @@ def _image_kernel(
     total = tl.zeros((QUERIES,), tl.float32)
     acc = tl.zeros((QUERIES, H), tl.float32)
     whole = used // BLOCK * BLOCK
-    for at in tl.range(0, whole, BLOCK, num_stages=3):
-        keys = key_rows.load([start + at, kv_head * H])
-        values = value_rows.load([start + at, kv_head * H])
+    for key in tl.range(0, whole, BLOCK, num_stages=3):
+        keys = key_rows.load([start + key, kv_head * H])
+        values = value_rows.load([start + key, kv_head * H])
         scores = tl.dot(q, keys.T) * scale
         acc, top, total = _online_softmax(scores, values, acc, top, total)
     lane = tl.arange(0, H)

@@ -6,6 +6,7 @@ few rows, which round differently.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,13 +22,13 @@ from modeling.bagel.fused_ops import (
     rms_norm,
     silu_mul,
 )
-from modeling.bagel.prefetch import can_prefetch, prefetch
+from modeling.bagel.kernel_chain import Chain, can_chain
 from modeling.bagel.qwen2_navit import GEN, Decoder, DecoderLayer, ExpertOrder, Rotary
 
 SIDE_BY_SIDE_ROWS = 64
 """Up to so many rows a projection is too small to fill the GPU alone."""
 AHEAD = {"heads": 8, "out": 32, "mlp": 8, "down": 8}
-"""MiB of each weight that are fetched while the operators before its product run."""
+"""MiB of each weight that the operator before its product asks for."""
 
 
 def unsupported(config: LlmConfig, dtype: torch.dtype) -> str | None:
@@ -45,12 +46,12 @@ class FusedStack:
     """Runs all layers over new tokens. Use under no_grad, on resident bf16 weights.
 
     `side_by_side` runs what is small on streams of its own, inside a graph capture only, where
-    the graph keeps memory apart: the few und rows of an image segment beside its gen rows, the
-    projections of a text turn beside each other, and the fetching of weights ahead of them.
+    the graph keeps memory apart: the few und rows of an image segment beside its gen rows, and
+    the projections of a text turn beside each other.
     """
 
     def __init__(self, side_by_side: bool, is_fast: bool = False):
-        self._streams = [torch.cuda.Stream() for _ in range(4)] if side_by_side else []
+        self._streams = [torch.cuda.Stream() for _ in range(3)] if side_by_side else []
         self.is_fast = is_fast
 
     def run(
@@ -65,19 +66,14 @@ class FusedStack:
         if experts.num_gen:
             halves.append(_Half(shared, GEN, slice(experts.num_und, x.shape[0])))
         if streams and is_small:
-            und.streams = streams[1:3]
-            if experts.num_gen:
-                side = streams[0]
-            elif can_prefetch(x.device):
-                und.ahead = streams[3]
+            und.streams = streams[1:]
+            side = streams[0] if experts.num_gen else None
         layers = list(decoder.layers)
         _each(halves, lambda half: half.start(layers[0]), side)
         for index, layer in enumerate(layers):
             following = layers[index + 1] if index + 1 < len(layers) else None
             _each(halves, partial(_Half.finish, layer=layer, following=following), side)
             shared.index += 1
-        if und.ahead is not None:
-            torch.cuda.current_stream().wait_stream(und.ahead)
         return shared.normed
 
     def project(self, x: Tensor, linear: torch.nn.Linear) -> Tensor:
@@ -139,12 +135,15 @@ class _Half:
         self.x, self.other = shared.x[part], shared.other[part]
         self.normed = shared.normed[part]
         self.streams: list[torch.cuda.Stream] = []
-        self.ahead: torch.cuda.Stream | None = None
+        # What an image segment's gen rows keep busy has no time for the und rows' weights.
+        is_alone = shared.x.shape[0] == self.x.shape[0] <= few_rows.MAX_ROWS
+        self.fetches = is_alone and can_chain(self.x.device)
 
     def start(self, layer: DecoderLayer) -> None:
         """The first norm, and the projections of the first layer."""
         weight = getattr(layer, "input_layernorm" + self.suffix).weight
-        rms_norm(self.x, weight, self.shared.eps, self.normed)
+        chain = self._chain("heads", self._heads(layer)[0])
+        rms_norm(self.x, weight, self.shared.eps, self.normed, chain)
         self._project_heads(layer, 0)
 
     def finish(self, layer: DecoderLayer, following: DecoderLayer | None) -> None:
@@ -152,16 +151,14 @@ class _Half:
         shared, mlp = self.shared, getattr(layer, "mlp" + self.suffix)
         out = shared.append.read_run(shared.index, self.run, shared.queries[self.part])
         delta = self._multiply(out.flatten(1), self._linear(layer.self_attn, "o_proj"))
-        self._fetch("mlp", mlp.gate_proj, mlp.up_proj)
-        self._add_and_norm(delta, layer, "post_attention_layernorm")
-        inner = self._swiglu(mlp.gate_proj, mlp.up_proj)
-        self._fetch("down", mlp.down_proj)
-        delta = self._multiply(inner, mlp.down_proj)
+        chain = self._chain("mlp", mlp.gate_proj, mlp.up_proj)
+        self._add_and_norm(delta, layer, "post_attention_layernorm", chain)
+        delta = self._multiply(self._swiglu(mlp), mlp.down_proj)
         if following is None:
-            self._add_and_norm(delta, shared.decoder, "norm")
+            self._add_and_norm(delta, shared.decoder, "norm", self._chain("none"))
             return
-        self._fetch("heads", *self._heads(following))
-        self._add_and_norm(delta, following, "input_layernorm")
+        chain = self._chain("heads", self._heads(following)[0])
+        self._add_and_norm(delta, following, "input_layernorm", chain)
         self._project_heads(following, shared.index + 1)
 
     def _linear(self, owner: torch.nn.Module, name: str) -> torch.nn.Linear:
@@ -170,9 +167,11 @@ class _Half:
     def _heads(self, layer: DecoderLayer) -> list[torch.nn.Linear]:
         return [self._linear(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj")]
 
-    def _add_and_norm(self, delta: Tensor, owner: torch.nn.Module, name: str) -> None:
+    def _add_and_norm(
+        self, delta: Tensor, owner: torch.nn.Module, name: str, chain: Chain
+    ) -> None:
         weight = getattr(owner, name + self.suffix).weight
-        add_rms_norm(self.x, delta, weight, self.shared.eps, self.other, self.normed)
+        add_rms_norm(self.x, delta, weight, self.shared.eps, self.other, self.normed, chain)
         self.x, self.other = self.other, self.x
 
     def _has_own_product(self, *linears: torch.nn.Linear) -> bool:
@@ -184,10 +183,13 @@ class _Half:
             return few_rows.linear(x, linear.weight)
         return torch.mm(x, linear.weight.t())
 
-    def _swiglu(self, gate: torch.nn.Linear, up: torch.nn.Linear) -> Tensor:
+    def _swiglu(self, mlp: torch.nn.Module) -> Tensor:
+        gate, up = mlp.gate_proj, mlp.up_proj
         if self._has_own_product(gate, up):
             return few_rows.swiglu(self.normed, gate.weight, up.weight)
-        return silu_mul(*self._apply([gate, up]))
+        # Products of several streams join here: nothing to start early behind.
+        chain = replace(self._chain("down", mlp.down_proj), starts_early=False)
+        return silu_mul(*self._apply([gate, up]), chain)
 
     def _project_heads(self, layer: DecoderLayer, index: int) -> None:
         shared, module, part = self.shared, layer.self_attn, self.part
@@ -197,7 +199,9 @@ class _Half:
             projections = few_rows.project_heads(self.normed, weights, biases)
         else:
             projections = self._apply(linears)
-        self._fetch("out", self._linear(module, "o_proj"))
+        chain = self._chain("out", self._linear(module, "o_proj"))
+        if self.streams:
+            chain = replace(chain, starts_early=False)
         rounding = shared.rotary.rounding
         qk_norm_rope_store(
             projections,
@@ -211,16 +215,15 @@ class _Half:
             ),
             shared.eps,
             rounding.gen if self.suffix else rounding.und,
+            chain,
         )
 
-    def _fetch(self, kind: str, *linears: torch.nn.Linear) -> None:
-        """Fetches weights of a coming product while operators that read little run."""
-        if self.ahead is None:
-            return
-        self.ahead.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.ahead):
-            for linear in linears:
-                prefetch(linear.weight, AHEAD[kind] << 20)
+    def _chain(self, kind: str, *linears: torch.nn.Linear) -> Chain:
+        """How an operator in front of a product with `linears` follows what is before it."""
+        early = can_chain(self.x.device)
+        if not self.fetches or not linears:
+            return Chain(early)
+        return Chain(early, tuple(each.weight for each in linears), AHEAD[kind] << 20)
 
     def _apply(self, modules: list[torch.nn.Module]) -> tuple[Tensor, ...]:
         """All modules on the normed rows, those behind the first on side streams if any."""
