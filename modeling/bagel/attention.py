@@ -113,16 +113,12 @@ def _cached_on_gpu(q: Tensor, keys: Tensor, values: Tensor, read: CacheRead) -> 
         fits_few,
         image_attention,
     )
-    from modeling.bagel.kernel_chain import Chain, can_chain
 
     capacity, flat = keys.shape[1], (keys.flatten(0, 1), values.flatten(0, 1))
     queries = max(read.query_lengths)
     if min(read.query_lengths) == queries and (queries == 1 or not read.causal):
         if fits_few(queries, q.shape[1], keys.shape[2]):
-            chain = Chain(can_chain(q.device))
-            return few_queries_attention(
-                q, *flat, read.key_starts, read.keys_used, capacity, chain
-            )
+            return few_queries_attention(q, *flat, read.key_starts, read.keys_used, capacity)
         if queries >= MIN_IMAGE_QUERIES:
             return image_attention(q, *flat, read.key_starts, read.keys_used)
     return torch.ops.aten._flash_attention_forward(

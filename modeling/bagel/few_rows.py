@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from modeling.bagel.kernel_chain import Chain, can_chain, start_early
-
 MAX_ROWS = 32
 LARGE_N, LARGE_K = 65536, 8192
 
@@ -62,9 +60,7 @@ def _linear_kernel(
     K_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
-    CHAINED: tl.constexpr,
 ):
-    start_early(CHAINED)
     first = tl.program_id(0) * N_BLOCK
     acc = _product(x_ptr, weight_ptr, first, num_rows, K, N_BLOCK, K_BLOCK, ROWS, STAGES)
     _store(acc, out_ptr, first, num_rows, N, N_BLOCK, ROWS)
@@ -90,10 +86,8 @@ def _heads_kernel(
     K_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
-    CHAINED: tl.constexpr,
 ):
     """Programs of q, then of k, then of v."""
-    start_early(CHAINED)
     first = tl.program_id(0) * N_BLOCK
     weight_ptr, bias_ptr, out_ptr, size = q_weight_ptr, q_bias_ptr, q_ptr, Q
     if first >= Q + KV:
@@ -120,9 +114,7 @@ def _swiglu_kernel(
     K_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
-    CHAINED: tl.constexpr,
 ):
-    start_early(CHAINED)
     first = tl.program_id(0) * N_BLOCK
     outs, row, inner = first + tl.arange(0, N_BLOCK), tl.arange(0, ROWS), tl.arange(0, K_BLOCK)
     places = outs.to(tl.int64)[:, None] * K + inner[None, :]
@@ -161,18 +153,13 @@ def _tile(n_block: int, k_block: int, rows: int, stages: int, warps: int) -> dic
     return dict(zip(names, (n_block, k_block, rows, stages, warps), strict=True))
 
 
-def _chained(x: Tensor) -> dict[str, bool]:
-    chain = Chain(can_chain(x.device))
-    return {"CHAINED": chain.starts_early, **chain.options()}
-
-
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [M, K] by weight [N, K]: [M, N]."""
     num_rows, (size, inner) = x.shape[0], weight.shape
     out = x.new_empty(num_rows, size)
     blocks = _blocks(num_rows, size, inner)
     _linear_kernel[(size // blocks["N_BLOCK"],)](
-        x, weight, out, num_rows, N=size, K=inner, **blocks, **_chained(x)
+        x, weight, out, num_rows, N=size, K=inner, **blocks
     )
     return out
 
@@ -185,16 +172,7 @@ def project_heads(
     outs = [x.new_empty(num_rows, size) for size in sizes]
     blocks = _blocks(num_rows, sizes[0], x.shape[1])
     _heads_kernel[(sum(sizes) // blocks["N_BLOCK"],)](
-        x,
-        *weights,
-        *biases,
-        *outs,
-        num_rows,
-        Q=sizes[0],
-        KV=sizes[1],
-        K=x.shape[1],
-        **blocks,
-        **_chained(x),
+        x, *weights, *biases, *outs, num_rows, Q=sizes[0], KV=sizes[1], K=x.shape[1], **blocks
     )
     return tuple(outs)
 
@@ -205,6 +183,6 @@ def swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     out = x.new_empty(num_rows, size)
     blocks = _blocks(num_rows, size, inner) | {"STAGES": 3}
     _swiglu_kernel[(size // blocks["N_BLOCK"],)](
-        x, gate, up, out, num_rows, N=size, K=inner, **blocks, **_chained(x)
+        x, gate, up, out, num_rows, N=size, K=inner, **blocks
     )
     return out

@@ -18,11 +18,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from modeling.bagel.kernel_chain import LOOSE, Chain, start_early
-
 MAX_FEW = 16
 """Query rows of a KV head (queries times heads that share it) that one program holds."""
-SPLIT_KEYS, FEW_BLOCK = 256, 128
+SPLIT_KEYS, FEW_BLOCK = 128, 64
 QUERY_BLOCK, KEY_BLOCK = 128, 128
 MIN_IMAGE_QUERIES = 64
 MAX_LOCKS = 65536
@@ -60,10 +58,8 @@ def _few_queries_kernel(
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
-    CHAINED: tl.constexpr,
 ):
     """One KV head of one sequence over SPLIT keys; the last program to end adds up all splits."""
-    start_early(CHAINED)
     seq, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group: tl.constexpr = HEADS // KV_HEADS
     used = tl.load(used_ptr + seq)
@@ -159,13 +155,7 @@ def fits_few(num_queries: int, num_heads: int, num_kv_heads: int) -> bool:
 
 
 def few_queries_attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    starts: Tensor,
-    used: Tensor,
-    capacity: int,
-    chain: Chain = LOOSE,
+    q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, used: Tensor, capacity: int
 ) -> Tensor:
     """Attention of the same small number of queries for every sequence over all its keys.
 
@@ -175,13 +165,14 @@ def few_queries_attention(
         starts: int32 [at least sequences], first position of each.
         used: int32 [sequences], filled positions of each.
         capacity: at least the largest number of filled positions.
-        chain: how the kernel follows the one before.
 
     Returns:
         [T, N, H].
     """
     num_seqs, (num_heads, size), kv_heads = used.shape[0], q.shape[1:], keys.shape[1]
-    num_splits = triton.cdiv(capacity, SPLIT_KEYS)
+    # A power of two, so that contexts of all lengths share a few compiled kernels; programs
+    # beyond the filled positions end at once.
+    num_splits = triton.next_power_of_2(triton.cdiv(capacity, SPLIT_KEYS))
     pairs = num_seqs * kv_heads
     out = torch.empty_like(q)
     parts = q.new_empty(pairs * num_splits * MAX_FEW * size, dtype=torch.float32)
@@ -205,9 +196,7 @@ def few_queries_attention(
         SPLIT=SPLIT_KEYS,
         BLOCK=FEW_BLOCK,
         NUM_SPLITS=num_splits,
-        CHAINED=chain.starts_early,
-        num_warps=8,
-        **chain.options(),
+        num_warps=4,
     )
     return out
 

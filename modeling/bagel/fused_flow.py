@@ -6,7 +6,6 @@ few rows, which round differently.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,13 +21,10 @@ from modeling.bagel.fused_ops import (
     rms_norm,
     silu_mul,
 )
-from modeling.bagel.kernel_chain import Chain, can_chain
 from modeling.bagel.qwen2_navit import GEN, Decoder, DecoderLayer, ExpertOrder, Rotary
 
 SIDE_BY_SIDE_ROWS = 64
 """Up to so many rows a projection is too small to fill the GPU alone."""
-AHEAD = {"heads": 8, "out": 32, "mlp": 8, "down": 8}
-"""MiB of each weight that the operator before its product asks for."""
 
 
 def unsupported(config: LlmConfig, dtype: torch.dtype) -> str | None:
@@ -135,15 +131,11 @@ class _Half:
         self.x, self.other = shared.x[part], shared.other[part]
         self.normed = shared.normed[part]
         self.streams: list[torch.cuda.Stream] = []
-        # What an image segment's gen rows keep busy has no time for the und rows' weights.
-        is_alone = shared.x.shape[0] == self.x.shape[0] <= few_rows.MAX_ROWS
-        self.fetches = is_alone and can_chain(self.x.device)
 
     def start(self, layer: DecoderLayer) -> None:
         """The first norm, and the projections of the first layer."""
         weight = getattr(layer, "input_layernorm" + self.suffix).weight
-        chain = self._chain("heads", self._heads(layer)[0])
-        rms_norm(self.x, weight, self.shared.eps, self.normed, chain)
+        rms_norm(self.x, weight, self.shared.eps, self.normed)
         self._project_heads(layer, 0)
 
     def finish(self, layer: DecoderLayer, following: DecoderLayer | None) -> None:
@@ -151,14 +143,12 @@ class _Half:
         shared, mlp = self.shared, getattr(layer, "mlp" + self.suffix)
         out = shared.append.read_run(shared.index, self.run, shared.queries[self.part])
         delta = self._multiply(out.flatten(1), self._linear(layer.self_attn, "o_proj"))
-        chain = self._chain("mlp", mlp.gate_proj, mlp.up_proj)
-        self._add_and_norm(delta, layer, "post_attention_layernorm", chain)
-        delta = self._multiply(self._swiglu(mlp), mlp.down_proj)
+        self._add_and_norm(delta, layer, "post_attention_layernorm")
+        delta = self._multiply(self._swiglu(mlp.gate_proj, mlp.up_proj), mlp.down_proj)
         if following is None:
-            self._add_and_norm(delta, shared.decoder, "norm", self._chain("none"))
+            self._add_and_norm(delta, shared.decoder, "norm")
             return
-        chain = self._chain("heads", self._heads(following)[0])
-        self._add_and_norm(delta, following, "input_layernorm", chain)
+        self._add_and_norm(delta, following, "input_layernorm")
         self._project_heads(following, shared.index + 1)
 
     def _linear(self, owner: torch.nn.Module, name: str) -> torch.nn.Linear:
@@ -167,11 +157,9 @@ class _Half:
     def _heads(self, layer: DecoderLayer) -> list[torch.nn.Linear]:
         return [self._linear(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj")]
 
-    def _add_and_norm(
-        self, delta: Tensor, owner: torch.nn.Module, name: str, chain: Chain
-    ) -> None:
+    def _add_and_norm(self, delta: Tensor, owner: torch.nn.Module, name: str) -> None:
         weight = getattr(owner, name + self.suffix).weight
-        add_rms_norm(self.x, delta, weight, self.shared.eps, self.other, self.normed, chain)
+        add_rms_norm(self.x, delta, weight, self.shared.eps, self.other, self.normed)
         self.x, self.other = self.other, self.x
 
     def _has_own_product(self, *linears: torch.nn.Linear) -> bool:
@@ -183,13 +171,10 @@ class _Half:
             return few_rows.linear(x, linear.weight)
         return torch.mm(x, linear.weight.t())
 
-    def _swiglu(self, mlp: torch.nn.Module) -> Tensor:
-        gate, up = mlp.gate_proj, mlp.up_proj
+    def _swiglu(self, gate: torch.nn.Linear, up: torch.nn.Linear) -> Tensor:
         if self._has_own_product(gate, up):
             return few_rows.swiglu(self.normed, gate.weight, up.weight)
-        # Products of several streams join here: nothing to start early behind.
-        chain = replace(self._chain("down", mlp.down_proj), starts_early=False)
-        return silu_mul(*self._apply([gate, up]), chain)
+        return silu_mul(*self._apply([gate, up]))
 
     def _project_heads(self, layer: DecoderLayer, index: int) -> None:
         shared, module, part = self.shared, layer.self_attn, self.part
@@ -199,9 +184,6 @@ class _Half:
             projections = few_rows.project_heads(self.normed, weights, biases)
         else:
             projections = self._apply(linears)
-        chain = self._chain("out", self._linear(module, "o_proj"))
-        if self.streams:
-            chain = replace(chain, starts_early=False)
         rounding = shared.rotary.rounding
         qk_norm_rope_store(
             projections,
@@ -215,15 +197,7 @@ class _Half:
             ),
             shared.eps,
             rounding.gen if self.suffix else rounding.und,
-            chain,
         )
-
-    def _chain(self, kind: str, *linears: torch.nn.Linear) -> Chain:
-        """How an operator in front of a product with `linears` follows what is before it."""
-        early = can_chain(self.x.device)
-        if not self.fetches or not linears:
-            return Chain(early)
-        return Chain(early, tuple(each.weight for each in linears), AHEAD[kind] << 20)
 
     def _apply(self, modules: list[torch.nn.Module]) -> tuple[Tensor, ...]:
         """All modules on the normed rows, those behind the first on side streams if any."""

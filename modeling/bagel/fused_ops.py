@@ -14,8 +14,6 @@ from torch import Tensor
 from triton import knobs
 from triton.language.extra import libdevice
 
-from modeling.bagel.kernel_chain import LINE, LINES, LOOSE, Chain, fetch_lines, start_early
-
 VECTOR = 4
 MAX_REDUCE_THREADS = 512
 WARP = 32
@@ -98,108 +96,51 @@ def _rms_norm_kernel(
     sum_ptr,
     weight_ptr,
     out_ptr,
-    ahead_ptr,
-    other_ahead_ptr,
-    num_bytes,
-    num_rows,
-    parts,
     eps,
     inverse_size,
     SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    FETCHES: tl.constexpr,
-    CHAINED: tl.constexpr,
-    LINE: tl.constexpr,
-    LINES: tl.constexpr,
-):
-    """A program for each row, then those that fetch weights."""
-    row = tl.program_id(0)
-    if FETCHES:
-        part = row - num_rows
-        if part >= parts:
-            fetch_lines(other_ahead_ptr, num_bytes, part - parts, LINE, LINES)
-        elif part >= 0:
-            fetch_lines(ahead_ptr, num_bytes, part, LINE, LINES)
-    start_early(CHAINED)
-    if row < num_rows:
-        _norm_row(
-            x_ptr,
-            residual_ptr,
-            sum_ptr,
-            weight_ptr,
-            out_ptr,
-            row.to(tl.int64) * SIZE,
-            eps,
-            inverse_size,
-            SIZE,
-            BLOCK,
-            WIDTH,
-            HAS_RESIDUAL,
-        )
-
-
-@triton.jit
-def _norm_row(
-    x_ptr,
-    residual_ptr,
-    sum_ptr,
-    weight_ptr,
-    out_ptr,
-    row,
-    eps,
-    inverse_size,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):
+    row = tl.program_id(0).to(tl.int64) * SIZE
     lanes = tl.arange(0, WIDTH * 4)
+    rounds: tl.constexpr = (SIZE + WIDTH * 4 - 1) // (WIDTH * 4)
     total = tl.zeros((WIDTH * 4,), dtype=tl.float32)
-    # Unrolled, so that the loads of all rounds are in flight together.
-    for round in tl.static_range((SIZE + WIDTH * 4 - 1) // (WIDTH * 4)):
+    # The row stays in registers. Unrolled, so that all loads are in flight together.
+    row_parts = ()
+    for round in tl.static_range(rounds):
         places = round * (WIDTH * 4) + lanes
         inside = places < SIZE
         x = tl.load(x_ptr + row + places, mask=inside, other=0.0)
         if HAS_RESIDUAL:
             added = tl.load(residual_ptr + row + places, mask=inside, other=0.0)
             x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
+            tl.store(sum_ptr + row + places, x, mask=inside)
+        row_parts = row_parts + (x,)
         wide = x.to(tl.float32)
         total += wide * wide
     threads = _add_vectors(tl.reshape(total, (1, WIDTH * 4)), 1, WIDTH)
     mean = _fold(threads, 1, WIDTH) * inverse_size
     scale = _rsqrt(mean + eps)
-    places = tl.arange(0, BLOCK)
-    inside = places < SIZE
-    x = tl.load(x_ptr + row + places, mask=inside, other=0.0)
-    if HAS_RESIDUAL:
-        added = tl.load(residual_ptr + row + places, mask=inside, other=0.0)
-        x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
-        tl.store(sum_ptr + row + places, x, mask=inside)
-    weight = tl.load(weight_ptr + places, mask=inside, other=0.0).to(tl.float32)
-    normed = (x.to(tl.float32) * scale).to(x.dtype).to(tl.float32)
-    tl.store(out_ptr + row + places, (weight * normed).to(x.dtype), mask=inside)
+    for round in tl.static_range(rounds):
+        places = round * (WIDTH * 4) + lanes
+        inside = places < SIZE
+        x = row_parts[round]
+        weight = tl.load(weight_ptr + places, mask=inside, other=0.0).to(tl.float32)
+        normed = (x.to(tl.float32) * scale).to(x.dtype).to(tl.float32)
+        tl.store(out_ptr + row + places, (weight * normed).to(x.dtype), mask=inside)
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, out: Tensor, chain: Chain = LOOSE
-) -> None:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     """Writes RMSNorm of x [S, D] by weight [D] into `out` [S, D]; all contiguous, one type."""
-    _launch_norm(x, x, x, weight, eps, out, chain, has_residual=False)
+    _launch_norm(x, x, x, weight, eps, out, has_residual=False)
 
 
 def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    total: Tensor,
-    out: Tensor,
-    chain: Chain = LOOSE,
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor, out: Tensor
 ) -> None:
     """Writes x + residual into `total` and its RMSNorm into `out`; all [S, D], contiguous."""
-    _launch_norm(x, residual, total, weight, eps, out, chain, has_residual=True)
+    _launch_norm(x, residual, total, weight, eps, out, has_residual=True)
 
 
 def _launch_norm(
@@ -209,36 +150,25 @@ def _launch_norm(
     weight: Tensor,
     eps: float,
     out: Tensor,
-    chain: Chain,
     has_residual: bool,
 ) -> None:
     num_rows, size = x.shape
     if num_rows == 0:
         return
-    _rms_norm_kernel[(num_rows + chain.num_programs,)](
+    _rms_norm_kernel[(num_rows,)](
         x,
         residual,
         total,
         weight,
         out,
-        *chain.pointers(weight),
-        chain.fetched,
-        num_rows,
-        chain.parts,
         eps,
         1 / size,
         SIZE=size,
-        BLOCK=triton.next_power_of_2(size),
         WIDTH=reduce_width(num_rows, size),
         HAS_RESIDUAL=has_residual,
-        FETCHES=chain.num_programs > 0,
-        CHAINED=chain.starts_early,
-        LINE=LINE,
-        LINES=LINES,
         # A row of many is one warp's work; few rows need all the threads they can get.
         num_warps=1 if num_rows >= MANY_ROWS else 4,
         **EXACT,
-        **chain.options(),
     )
 
 
@@ -329,29 +259,16 @@ def _qk_kernel(
     q_out_ptr,
     key_ptr,
     value_ptr,
-    ahead_ptr,
-    num_bytes,
     eps,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     H: tl.constexpr,
     EARLY: tl.constexpr,
-    FETCHES: tl.constexpr,
-    CHAINED: tl.constexpr,
-    LINE: tl.constexpr,
-    LINES: tl.constexpr,
 ):
-    """Programs of a row: blocks of query heads, then of key and value heads; those that fetch."""
+    """Programs of a row: blocks of query heads, then blocks of key and value heads."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     q_parts: tl.constexpr = (Q_HEADS + BLOCK - 1) // BLOCK
-    kv_parts: tl.constexpr = (KV_HEADS + BLOCK - 1) // BLOCK
-    if FETCHES:
-        ahead = part - (q_parts + kv_parts)
-        if ahead >= 0:
-            num_rows = tl.num_programs(0)
-            fetch_lines(ahead_ptr, num_bytes, ahead * num_rows + row, LINE, LINES)
-    start_early(CHAINED)
     cos_ptr += row * H
     sin_ptr += row * H
     if part < q_parts:
@@ -361,7 +278,7 @@ def _qk_kernel(
         _turn_heads(
             q_ptr, q_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, first, Q_HEADS, BLOCK, H, EARLY, eps
         )
-    elif part < q_parts + kv_parts:
+    else:
         first = (part - q_parts) * BLOCK
         slot = tl.load(slot_ptr + row) * (KV_HEADS * H)
         k_ptr += row * (KV_HEADS * H)
@@ -384,7 +301,6 @@ def qk_norm_rope_store(
     outputs: tuple[Tensor, Tensor, Tensor],
     eps: float,
     early: bool,
-    chain: Chain = LOOSE,
 ) -> None:
     """Norm and RoPE of q and k; k and v go straight into the cache.
 
@@ -396,7 +312,6 @@ def qk_norm_rope_store(
         outputs: q [S, N, H]; keys and values by slot [*, K, H].
         eps: of the norms.
         early: whether values are rounded to their type between norm and RoPE.
-        chain: how the kernel follows the one before, and the one weight that it fetches.
     """
     q, k, v = projections
     num_rows, head_size = q.shape[0], weights[0].shape[0]
@@ -404,7 +319,6 @@ def qk_norm_rope_store(
         return
     q_heads, kv_heads = q.shape[1] // head_size, k.shape[1] // head_size
     parts = triton.cdiv(q_heads, HEAD_BLOCK) + triton.cdiv(kv_heads, HEAD_BLOCK)
-    parts += triton.cdiv(chain.parts, num_rows)
     _qk_kernel[(num_rows, parts)](
         q,
         k,
@@ -413,43 +327,20 @@ def qk_norm_rope_store(
         *tables,
         slots,
         *outputs,
-        chain.pointers(q)[0],
-        chain.fetched,
         eps,
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         BLOCK=HEAD_BLOCK,
         H=head_size,
         EARLY=early,
-        FETCHES=chain.parts > 0,
-        CHAINED=chain.starts_early,
-        LINE=LINE,
-        LINES=LINES,
         num_warps=1,
         **EXACT,
-        **chain.options(),
     )
 
 
 @triton.jit
-def _silu_mul_kernel(
-    gate_ptr,
-    up_ptr,
-    out_ptr,
-    ahead_ptr,
-    num_bytes,
-    num_blocks,
-    count,
-    BLOCK: tl.constexpr,
-    FETCHES: tl.constexpr,
-    LINE: tl.constexpr,
-    LINES: tl.constexpr,
-):
-    """Programs of BLOCK values, then those that fetch."""
-    block = tl.program_id(0)
-    if FETCHES and block >= num_blocks:
-        fetch_lines(ahead_ptr, num_bytes, block - num_blocks, LINE, LINES)
-    places = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def _silu_mul_kernel(gate_ptr, up_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < count
     gate = tl.load(gate_ptr + places, mask=inside, other=0.0)
     up = tl.load(up_ptr + places, mask=inside, other=0.0)
@@ -459,25 +350,11 @@ def _silu_mul_kernel(
     tl.store(out_ptr + places, product.to(gate.dtype), mask=inside)
 
 
-def silu_mul(gate: Tensor, up: Tensor, chain: Chain = LOOSE) -> Tensor:
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up for contiguous tensors of one shape and type; silu is rounded first."""
     out = torch.empty_like(gate)
     count = gate.numel()
     if count:
-        num_blocks = triton.cdiv(count, SILU_BLOCK)
-        _silu_mul_kernel[(num_blocks + chain.parts,)](
-            gate,
-            up,
-            out,
-            chain.pointers(gate)[0],
-            chain.fetched,
-            num_blocks,
-            count,
-            BLOCK=SILU_BLOCK,
-            FETCHES=chain.parts > 0,
-            LINE=LINE,
-            LINES=LINES,
-            num_warps=4,
-            **EXACT,
-        )
+        grid = (triton.cdiv(count, SILU_BLOCK),)
+        _silu_mul_kernel[grid](gate, up, out, count, BLOCK=SILU_BLOCK, num_warps=4, **EXACT)
     return out

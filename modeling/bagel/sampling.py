@@ -53,20 +53,22 @@ def sample_tokens(
         for it here would make the host wait, so the caller's check of the recorded probabilities
         has to find it.
     """
-    logits = logits.detach().float()
+    given, logits = logits.detach(), logits.detach().float()
     if not config.do_sample:
         tokens = logits.argmax(dim=-1, keepdim=True)
         masses, totals = _masses(logits, logits.gather(-1, tokens))
     elif config.top_p < 1:
-        top = logits.topk(min(MAX_NUCLEUS_CANDIDATES, logits.shape[-1]), dim=-1)
-        masses, totals = _masses(logits, top.values[:, :1], config.temperature)
+        # In the type as given: half as many digits to select by as in fp32.
+        top = given.topk(min(MAX_NUCLEUS_CANDIDATES, given.shape[-1]), dim=-1)
+        masses, totals = _masses(logits, top.values[:, :1].float(), config.temperature)
         probs = masses[-1].gather(-1, top.indices) / totals[-1]
         drawn = draw_index(keep_nucleus(probs, config.top_p), generator)
         tokens = top.indices.gather(-1, drawn[:, None])
     elif config.top_k > 0:
-        top = logits.topk(min(config.top_k, logits.shape[-1]), dim=-1)
-        masses, totals = _masses(logits, top.values[:, :1])
-        drawn = draw_index(torch.softmax(top.values / config.temperature, dim=-1), generator)
+        top = given.topk(min(config.top_k, given.shape[-1]), dim=-1)
+        largest = top.values.float()
+        masses, totals = _masses(logits, largest[:, :1])
+        drawn = draw_index(torch.softmax(largest / config.temperature, dim=-1), generator)
         tokens = top.indices.gather(-1, drawn[:, None])
     else:
         masses, totals = _masses(logits, logits.amax(dim=-1, keepdim=True), config.temperature)
