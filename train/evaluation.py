@@ -113,6 +113,8 @@ class Evaluator:
         started = time.perf_counter()
         with self.parts.timer.phase("evaluation"):
             courses = self._draw_on_all(step)
+            # Its batches may be larger than a step's: their memory would stay for the whole run.
+            self.controller.execution.release()
             scores = self._await_scores(courses, step)
         cards = self._cards(courses, scores) if self.context.is_main else []
         gathered = gather_from_all(self.context, (scores, time.perf_counter() - started))

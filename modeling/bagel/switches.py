@@ -204,10 +204,6 @@ def explain_inactive(switches: Switches, device_type: str) -> list[str]:
                 f"on {device_type}; dense masks are used"
             )
         return lines
-    if switches.execution == "fast":
-        lines.append(
-            "R3_EXECUTION=fast has no kernels of its own yet: the exact path runs, every bit of it"
-        )
     missing = [name for name in on if name not in BUILT_FUSIONS]
     if missing and switches.execution != "eager":
         lines.append(_inactive(missing, "it is not built yet"))
