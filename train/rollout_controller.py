@@ -13,7 +13,13 @@ from modeling.autoencoder import AutoEncoder
 from modeling.bagel.bagel import Bagel
 from modeling.bagel.cache import CacheSpec, KvCache
 from modeling.bagel.config import LATENT_PATCH, ImageSize
-from modeling.bagel.context import NUM_MARKERS, ConditionImage, Contexts, SpecialTokens
+from modeling.bagel.context import (
+    INVARIANT_ROWS,
+    NUM_MARKERS,
+    ConditionImage,
+    Contexts,
+    SpecialTokens,
+)
 from modeling.bagel.execution import Execution
 from modeling.bagel.flow import (
     FlowBranches,
@@ -38,10 +44,6 @@ from train.interface_strings import (
 from train.metrics import PhaseTimer
 from train.recipe import Recipe
 from train.records import FlowTrace, Sample, says_no_edit
-
-SHARED_IMAGE_TOKENS = 512
-"""Latents of a picture that samples share are prefilled once from so many tokens on: below,
-matrix products of one picture and of several may round differently."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +238,8 @@ class RolloutController:
 
         with self.timer.phase("prefill"):
             rows, capacity = len(texts), room + image_room
-            is_large = conditions[0].latents.shape[0] >= SHARED_IMAGE_TOKENS
+            # Of fewer rows, products of one picture and of several may round differently.
+            is_large = conditions[0].latents.shape[0] >= INVARIANT_ROWS
             is_shared = is_large and _all_same(conditions)
             cond = self.empty_contexts(rows, capacity)
             self._fill(cond, add_image, is_shared)

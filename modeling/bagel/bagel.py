@@ -83,10 +83,10 @@ class Bagel(nn.Module):
         ids = position_ids(grid, self.config.vit.side).to(patches.device)
         return self.vit_model.vision_model(patches, ids, [ids.numel()])
 
-    def embed_latents(self, latents: Tensor, timesteps: Tensor, position_ids: Tensor) -> Tensor:
-        """Latent tokens [T, P] at times [T] and grid positions -> [T, D]."""
+    def embed_latents(self, latents: Tensor, time: Tensor, position_ids: Tensor) -> Tensor:
+        """Latent tokens [T, P], embedded times [T or 1, D] and grid positions -> [T, D]."""
         embedded = self.vae2llm(latents.to(self.dtype))
-        return embedded + self.time_embedder(timesteps) + self.latent_pos_embed(position_ids)
+        return embedded + time + self.latent_pos_embed(position_ids)
 
     def forward(
         self, batch: PackedBatch, attend: AttendForest, rounding: QkRounding
@@ -105,8 +105,8 @@ class Bagel(nn.Module):
         if batch.vit_index.numel():
             parts.append(self.embed_vit(batch.vit_features, batch.vit_position_ids))
         if batch.latent_index.numel():
-            positions = batch.latent_position_ids
-            parts.append(self.embed_latents(batch.latents, batch.timesteps, positions))
+            time, positions = self.time_embedder(batch.timesteps), batch.latent_position_ids
+            parts.append(self.embed_latents(batch.latents, time, positions))
         x = torch.cat(parts)
         rotary = self.decoder.rotary(batch.rope_ids, experts, rounding)
         attend_experts = experts.reordered(attend)

@@ -3,6 +3,7 @@
 Shape letters: B contexts, T packed new tokens, D hidden, P numbers in a latent token (64).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +14,14 @@ from modeling.bagel.cache import CacheAppend, KvCache
 from modeling.bagel.config import ImageSize
 from modeling.bagel.images import position_ids
 from modeling.bagel.qwen2_navit import ExpertOrder, QkRounding
+from modeling.bagel.sampling import SamplingConfig, sample_tokens
 from modeling.bagel.tokenizer import BagelTokenizer
 
+Draw = Callable[[Tensor, SamplingConfig, torch.Generator], tuple[Tensor, Tensor]]
+"""Tokens int64 [B] and their probabilities fp32 [B] from logits [B, V]."""
 NUM_MARKERS = 2
+INVARIANT_ROWS = 512
+"""From so many rows on, cuBLAS gives a row of a product the same bits whatever the others are."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +70,14 @@ class ImageAppend:
 
 @dataclass(frozen=True)
 class Stacks:
-    """What runs the layers over text and over image segments; None is the eager path."""
+    """What runs the layers over text and over image segments, and what draws tokens.
+
+    None is the eager path.
+    """
 
     text: Stack | None = None
     image: Stack | None = None
+    draw: Draw = sample_tokens
 
 
 EAGER = Stacks()
@@ -127,6 +137,12 @@ class Contexts:
         head = self.model.language_model.lm_head
         return head(hidden) if self.stacks.text is None else self.stacks.text.project(hidden, head)
 
+    def draw(
+        self, logits: Tensor, sampling: SamplingConfig, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """Next tokens int64 [T] and their untempered probabilities fp32 [T]."""
+        return self.stacks.draw(logits, sampling, generator)
+
     def weights(self) -> list[Tensor]:
         """All weights that a pass reads, as they lie now."""
         return list(self.model.parameters())
@@ -158,8 +174,16 @@ class Contexts:
         return self._plan_image([position_ids(grid, side)] * self.cache.num_rows, 0, is_gen=True)
 
     def noise_velocity(self, plan: ImageAppend, x: Tensor, t: Tensor) -> Tensor:
-        """Velocity of noisy latents x [B, n, P] at times t (fp32, one for each token [B * n])."""
-        latents = self.model.embed_latents(x.flatten(0, 1), t, plan.position_ids)
+        """Velocity of noisy latents x [B, n, P] at a time t (fp32 scalar)."""
+        tokens = x.flatten(0, 1)
+        # Each token has its time embedded, as in the learner. On a GPU the products of so many
+        # equal rows are equal bit for bit, and one stands for all.
+        rows = tokens.shape[0]
+        if self.device.type == "cuda":
+            rows = min(rows, INVARIANT_ROWS)
+        time = self.model.time_embedder(t.expand(rows))
+        time = time if rows == tokens.shape[0] else time[:1]
+        latents = self.model.embed_latents(tokens, time, plan.position_ids)
         hidden = self._extend(plan, latents)
         return self.model.llm2vae(hidden[plan.experts.num_und :]).view(x.shape)
 
@@ -170,7 +194,7 @@ class Contexts:
         )
         latents = torch.cat([image.latents for image in images])
         # One time for all tokens: its embedding is a matrix product of a single row.
-        zero = torch.zeros(1, device=self.device)
+        zero = self.model.time_embedder(torch.zeros(1, device=self.device))
         self._extend(plan, self.model.embed_latents(latents, zero, plan.position_ids))
         return plan.lengths
 

@@ -10,7 +10,7 @@ from modeling.bagel.config import LlmConfig
 from modeling.bagel.context import EAGER, Contexts, Stacks
 from modeling.bagel.flow import MakeVelocity, eager_velocity
 from modeling.bagel.graph_capture import CudaBackend, GraphCapture
-from modeling.bagel.sampling import SamplingConfig
+from modeling.bagel.sampling import SamplingConfig, sample_tokens
 from modeling.bagel.static_flow_graph import static_velocity
 from modeling.bagel.static_text_graph import TextGraphs, decode_text_static
 from modeling.bagel.switches import Switches
@@ -75,6 +75,7 @@ def build_execution(
         return Execution()
     # Imported late: Triton comes with PyTorch's GPU builds only.
     from modeling.bagel.fused_flow import FusedStack, unsupported
+    from modeling.bagel.fused_sampling import draw_tokens
 
     capture = GraphCapture(CudaBackend())
     reason = unsupported(config, dtype)
@@ -84,7 +85,11 @@ def build_execution(
     is_fast = switches.execution_on(device.type) == "fast"
     stack = None if reason is not None else FusedStack(streams, is_fast)
     return Execution(
-        stacks=Stacks(stack if text else None, stack if flow else None),
+        stacks=Stacks(
+            stack if text else None,
+            stack if flow else None,
+            draw_tokens if text and is_fast else sample_tokens,
+        ),
         text_graphs=TextGraphs(capture) if text else None,
         flow_graphs=flow,
         capture=capture,

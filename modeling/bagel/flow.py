@@ -78,7 +78,7 @@ def eager_velocity(contexts: Contexts, grid: ImageSize) -> Velocity:
     plan = contexts.plan_noise(grid)
 
     def velocity(x: Tensor, t: Tensor) -> Tensor:
-        return contexts.noise_velocity(plan, x, t.expand(x.shape[0] * x.shape[1]))
+        return contexts.noise_velocity(plan, x, t)
 
     return velocity
 

@@ -1,7 +1,9 @@
 """Capture and replay of CUDA graphs: what a graph may rely on is checked at every replay."""
 
+import contextlib
+import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -35,6 +37,18 @@ class GraphBackend(Protocol):
         """Memory that captured graphs hold."""
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keeps the garbage collector out: an old graph that it frees would spoil the capture."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 class CudaBackend:
     """torch.cuda.CUDAGraph with one memory pool for all graphs of the process."""
 
@@ -53,7 +67,7 @@ class CudaBackend:
         for generator in generators:
             graph.register_generator_state(generator)
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), _no_collection():
             # Not the `torch.cuda.graph` context: that one flushes the allocator every time.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from modeling.bagel.context import Contexts
-from modeling.bagel.sampling import SamplingConfig, sample_tokens
+from modeling.bagel.sampling import SamplingConfig
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def decode_text(
     while active:
         hidden = contexts.feed_text(active, [[ids[row][-1]] for row in active])
         logits = contexts.text_logits(hidden)
-        tokens, drawn_probs = sample_tokens(logits, sampling, generator)
+        tokens, drawn_probs = contexts.draw(logits, sampling, generator)
         drawn = list(zip(active, tokens.tolist(), drawn_probs.tolist(), strict=True))
         active = []
         for row, token, prob in drawn:

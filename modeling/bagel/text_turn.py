@@ -12,7 +12,7 @@ from modeling.bagel.attention import cache_read
 from modeling.bagel.cache import CacheAppend, KvCache
 from modeling.bagel.context import Contexts
 from modeling.bagel.qwen2_navit import ExpertOrder
-from modeling.bagel.sampling import SamplingConfig, sample_tokens
+from modeling.bagel.sampling import SamplingConfig
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class TurnProgram:
             contexts.model.embed_text(state.tokens), self._experts, state.rope_ids, self._append
         )
         logits = contexts.text_logits(hidden)
-        tokens, probs = sample_tokens(logits, self.sampling, self.source.generator)
+        tokens, probs = contexts.draw(logits, self.sampling, self.source.generator)
         state.tokens.copy_(tokens)
         state.drawn[0].copy_(tokens)
         state.drawn[1].copy_(probs)

@@ -195,7 +195,7 @@ def test_refine(added, thoughts, recipe):
 def test_shared_prefixes_change_nothing_but_the_work(monkeypatch, recipe):
     shared_picture, results = picture(), []
     for from_tokens in (1, 10**6):
-        monkeypatch.setattr(rollout_controller, "SHARED_IMAGE_TOKENS", from_tokens)
+        monkeypatch.setattr(rollout_controller, "INVARIANT_ROWS", from_tokens)
         rolled = controller(recipe)
         images = [shared_picture] * 3
         results.append(rolled.refine([prompt("a red cat")] * 3, images, draws())[:2])

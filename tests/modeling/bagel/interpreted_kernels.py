@@ -6,8 +6,14 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from modeling.bagel import few_rows
 from modeling.bagel.cache import CacheSpec, KvCache
 from modeling.bagel.config import LlmConfig
+from modeling.bagel.fused_attention import (
+    few_queries_attention,
+    fits_few,
+    image_attention,
+)
 from modeling.bagel.fused_flow import FusedStack
 from modeling.bagel.fused_ops import (
     add_rms_norm,
@@ -16,10 +22,12 @@ from modeling.bagel.fused_ops import (
     rms_norm,
     silu_mul,
 )
+from modeling.bagel.fused_sampling import draw_tokens
 from modeling.bagel.layers import RMSNorm, rotary_table
 from modeling.bagel.qwen2_navit import Attention, Decoder, ExpertOrder, QkRounding
+from modeling.bagel.sampling import SamplingConfig, sample_tokens
 
-EPS = 1e-6
+EPS, NAN = 1e-6, float("nan")
 
 
 def poisoned(*shape: int) -> torch.Tensor:
@@ -151,8 +159,108 @@ def stack() -> None:
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
+def cache_with_holes(used: list[int], capacity: int, size: int) -> tuple:
+    """Keys and values of rows in mixed order, NaN where nothing is filled: starts, used, both."""
+    rows = len(used)
+    keys, values = torch.randn(2, rows * capacity, 2, size)
+    starts = torch.randperm(rows).int() * capacity
+    for start, filled in zip(starts.tolist(), used, strict=True):
+        keys[start + filled : start + capacity] = values[start + filled : start + capacity] = NAN
+    return starts, torch.tensor(used, dtype=torch.int32), keys, values
+
+
+def dense(q: torch.Tensor, starts, used, keys, values) -> torch.Tensor:
+    outputs = []
+    for queries, start, filled in zip(
+        q.chunk(len(used)), starts.tolist(), used.tolist(), strict=True
+    ):
+        q1, k1, v1 = (
+            x.transpose(0, 1)[None]
+            for x in (queries, keys[start : start + filled], values[start : start + filled])
+        )
+        out = F.scaled_dot_product_attention(q1, k1, v1, enable_gqa=True)
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def few_queries() -> None:
+    for queries, capacity, used in (
+        (1, 100, [1, 100, 64]),
+        (1, 700, [3, 700, 257]),
+        (2, 300, [128, 129, 300]),
+    ):
+        q = torch.randn(3 * queries, 14, 32)
+        starts, filled, keys, values = cache_with_holes(used, capacity, 32)
+        expected = dense(q, starts, filled, keys, values)
+        for _ in range(2):  # the second launch finds what the first one left in the counters
+            out = few_queries_attention(q, keys, values, starts, filled, capacity)
+            close(out, expected)
+        wider = few_queries_attention(q, keys, values, starts, filled, capacity + 1000)
+        assert torch.equal(wider, out), "an unused capacity changed bits"
+    assert fits_few(2, 28, 4) and not fits_few(3, 28, 4)
+
+
+def whole_images() -> None:
+    for queries, capacity, used in ((64, 200, [64, 128, 200]), (130, 300, [130, 300, 257])):
+        q = torch.randn(3 * queries, 14, 32)
+        starts, filled, keys, values = cache_with_holes(used, capacity, 32)
+        out = image_attention(q, keys, values, starts, filled)
+        close(out, dense(q, starts, filled, keys, values))
+
+
+def few_row_products() -> None:
+    for rows in (1, 4, 9, 17, 32):
+        x, weight = torch.randn(rows, 512), torch.randn(48, 512) / 16
+        torch.testing.assert_close(few_rows.linear(x, weight), x @ weight.t(), rtol=0, atol=1e-5)
+        weights = [torch.randn(size, 512) / 16 for size in (64, 32, 32)]
+        biases = [torch.randn(weight.shape[0]) for weight in weights]
+        outs = few_rows.project_heads(x, weights, biases)
+        for out, weight, bias in zip(outs, weights, biases, strict=True):
+            torch.testing.assert_close(out, x @ weight.t() + bias, rtol=0, atol=1e-5)
+        gate, up = torch.randn(2, 32, 512) / 16
+        expected = F.silu(x @ gate.t()) * (x @ up.t())
+        torch.testing.assert_close(few_rows.swiglu(x, gate, up), expected, rtol=1e-5, atol=1e-5)
+    weight = torch.empty(48, 512, dtype=torch.bfloat16)
+    assert few_rows.fits(4, weight)
+    assert not few_rows.fits(33, weight) and not few_rows.fits(0, weight)
+    assert not few_rows.fits(4, weight[:, :500]) and not few_rows.fits(4, weight[:40])
+    assert not few_rows.fits(4, weight.float())
+
+
+def sampling() -> None:
+    """The same draws as the exact sampler, and its probabilities but for rounding."""
+    for seed, (rows, vocab, temperature, top_p) in enumerate(
+        ((1, 300, 0.9, 0.9), (3, 2000, 0.3, 0.5), (4, 1500, 1.0, 0.99), (2, 1200, 0.9, 1e-6))
+    ):
+        logits = torch.randn(rows, vocab) * 4
+        config = SamplingConfig(True, temperature, 0, top_p)
+        exact, mine = (torch.Generator().manual_seed(seed) for _ in range(2))
+        for _ in range(10):
+            tokens, probs = sample_tokens(logits, config, exact)
+            drawn, drawn_probs = draw_tokens(logits, config, mine)
+            assert torch.equal(drawn, tokens)
+            torch.testing.assert_close(drawn_probs, probs, rtol=1e-5, atol=0)
+        assert torch.equal(exact.get_state(), mine.get_state())
+    broken = torch.randn(2, 1100)
+    broken[0, 7] = NAN
+    drawn, probs = draw_tokens(broken, SamplingConfig(True, 0.9, 0, 0.9), torch.Generator())
+    assert 0 <= int(drawn[0]) < 1100 and bool(probs[0].isnan()) and not bool(probs[1].isnan())
+    greedy = SamplingConfig(False, 0.0, 0, 0.9)
+    assert torch.equal(draw_tokens(logits, greedy)[0], logits.argmax(-1))
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
-    checks = (norms, reduction_order, swiglu, heads, stack)
+    checks = (
+        norms,
+        reduction_order,
+        swiglu,
+        heads,
+        stack,
+        few_queries,
+        whole_images,
+        few_row_products,
+        sampling,
+    )
     {check.__name__: check for check in checks}[sys.argv[1]]()
     sys.stdout.write(f"checked {sys.argv[1]}\n")

@@ -115,7 +115,7 @@ class TestNoise:
 
     def velocity(self, grown: Contexts, x: Tensor, t: float) -> Tensor:
         plan = grown.plan_noise(self.GRID)
-        return grown.noise_velocity(plan, x, torch.full((x.shape[0] * 6,), t))
+        return grown.noise_velocity(plan, x, torch.tensor(t))
 
     def latents(self, seed: int) -> Tensor:
         return torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(seed))
@@ -128,7 +128,7 @@ class TestNoise:
     def test_each_forward_overwrites_the_last(self):
         grown = self.prompted()
         plan = grown.plan_noise(self.GRID)
-        times = torch.full((12,), 0.7)
+        times = torch.tensor(0.7)
         grown.noise_velocity(plan, self.latents(0), times)
         again = grown.noise_velocity(plan, self.latents(1), times)
         assert torch.equal(again, self.velocity(self.prompted(), self.latents(1), 0.7))

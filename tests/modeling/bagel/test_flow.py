@@ -44,7 +44,7 @@ def noise(dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def velocity(grown: Contexts, x: Tensor, t: float) -> Tensor:
-    return grown.noise_velocity(grown.plan_noise(GRID), x, torch.full((2 * NUM_TOKENS,), t))
+    return grown.noise_velocity(grown.plan_noise(GRID), x, torch.tensor(t))
 
 
 @torch.no_grad()

@@ -16,7 +16,10 @@ pytest.importorskip("triton", reason="Triton comes with PyTorch's GPU builds onl
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.parametrize("check", ["norms", "reduction_order", "swiglu", "heads", "stack"])
+CHECKS = ("norms", "reduction_order", "swiglu", "heads", "stack", "few_queries", "whole_images")
+
+
+@pytest.mark.parametrize("check", [*CHECKS, "few_row_products", "sampling"])
 def test_interpreted_kernels(check):
     command = [sys.executable, str(Path(__file__).with_name("interpreted_kernels.py")), check]
     environment = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

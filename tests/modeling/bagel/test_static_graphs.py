@@ -1,7 +1,6 @@
 """Static decode and flow against the eager path, through a fake graph on a CPU."""
 
 import copy
-import itertools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +8,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from modeling.bagel import text_decode, text_turn
 from modeling.bagel.cache import KvCache
 from modeling.bagel.config import ImageSize
 from modeling.bagel.context import Contexts
@@ -213,24 +211,23 @@ def test_weights_that_moved_are_captured_anew_without_an_eager_turn(change):
     assert graphs.capture.counters.recaptured == 1
 
 
-def fail_after(monkeypatch, module, calls: int) -> None:
-    """Makes one draw of a decode fail; those before and behind it are as ever."""
-    draw, count = module.sample_tokens, itertools.count()
+def fail_after(monkeypatch, *calls: int) -> None:
+    """Makes some draws fail, counted from the first or the last failure; others are as ever."""
+    draw, left = Contexts.draw, [n for call in calls for n in (*[False] * call, True)]
 
-    def sample_tokens(*args):
-        if next(count) == calls:
+    def failing(*args):
+        if left and left.pop(0):
             raise InterruptedError("in the middle of a turn")
         return draw(*args)
 
-    monkeypatch.setattr(module, "sample_tokens", sample_tokens)
+    monkeypatch.setattr(Contexts, "draw", failing)
 
 
 @pytest.mark.parametrize("calls", [0, 1, 5])
 def test_an_exception_in_a_decode_does_not_reach_the_next_one(monkeypatch, calls):
     graphs, _ = text_graphs()
     assert_like_eager(graphs, 9, [CAT] * 2)
-    for module in (text_turn, text_decode):
-        fail_after(monkeypatch, module, calls)
+    fail_after(monkeypatch, calls, calls)
     first, second = (torch.Generator().manual_seed(0) for _ in range(2))
     with pytest.raises(InterruptedError):
         decode_text(fill(contexts(3), [CAT] * 3), HOT, 16, first)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.bagel import text_decode
 from modeling.bagel.attention import forest_attention
 from modeling.bagel.batch import PackedBatch
 from modeling.bagel.context import Contexts
@@ -35,12 +34,12 @@ def script(monkeypatch):
     turns: list[int] = []
 
     def play(tokens_by_turn: list[list[int]], probs_by_turn: list[list[float]]) -> list[int]:
-        def sample(logits: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        def sample(_: Contexts, logits: Tensor, *__: object) -> tuple[Tensor, Tensor]:
             turn = len(turns)
             turns.append(logits.shape[0])
             return torch.tensor(tokens_by_turn[turn]), torch.tensor(probs_by_turn[turn])
 
-        monkeypatch.setattr(text_decode, "sample_tokens", sample)
+        monkeypatch.setattr(Contexts, "draw", sample)
         return turns
 
     return play
