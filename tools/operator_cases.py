@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from modeling.bagel import few_rows
 from modeling.bagel.fused_ops import add_rms_norm, qk_norm_rope_store, rms_norm, silu_mul
 from modeling.bagel.layers import RMSNorm, rotary_table
 from modeling.bagel.qwen2_navit import Attention
@@ -19,12 +20,17 @@ CACHE_SLACK = 7
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison. `run` writes NaN-poisoned outputs; both give lists of tensors."""
+    """One comparison. `run` writes NaN-poisoned outputs; both give lists of tensors.
+
+    With a `reference`, in fp32, `run` need not have the bits of `twin`: it may be off by a little
+    more than that is. The fast grade's operators are held so.
+    """
 
     name: str
     run: Callable[[], list[Tensor]]
     twin: Callable[[], list[Tensor]]
     num_bytes: int
+    reference: Callable[[], list[Tensor]] | None = None
 
 
 def draw(shape: tuple[int, ...], distribution: str, seed: int) -> Tensor:
@@ -127,6 +133,77 @@ def qk_case(rows: int, distribution: str, early: bool) -> Case:
 
     name = f"qk_norm_rope {rows} {distribution} {'early' if early else 'late'}"
     return Case(name, run, twin, 2 * (q.nbytes + k.nbytes + v.nbytes) + 2 * cos.nbytes)
+
+
+def product_cases(rows: int) -> Iterator[Case]:
+    """The fast grade's products of few rows, against cuBLAS and fp32."""
+    x, inner = draw((rows, HIDDEN), "normal", rows), draw((rows, MLP), "normal", rows + 1)
+    kv = KV_HEADS * HEAD_SIZE
+    heads = [draw((size, HIDDEN), "normal", size) * 0.02 for size in (HIDDEN, kv, kv)]
+    biases = [draw((size,), "normal", size + 1) for size in (HIDDEN, kv, kv)]
+    down = draw((HIDDEN, MLP), "normal", 5) * 0.02
+    gate, up = (draw((MLP, HIDDEN), "normal", i) * 0.02 for i in (6, 7))
+
+    def project(cast: Callable) -> list[Tensor]:
+        return [
+            F.linear(cast(x), cast(w), cast(b)) for w, b in zip(heads, biases, strict=True)
+        ]
+
+    def gated(cast: Callable) -> list[Tensor]:
+        return [F.silu(cast(x) @ cast(gate).t()) * (cast(x) @ cast(up).t())]
+
+    yield Case(
+        f"few_rows.project_heads {rows}",
+        lambda: list(few_rows.project_heads(x, heads, biases)),
+        lambda: project(lambda y: y),
+        sum(weight.nbytes for weight in heads),
+        lambda: project(Tensor.float),
+    )
+    yield Case(
+        f"few_rows.linear {rows} x {MLP}",
+        lambda: [few_rows.linear(inner, down)],
+        lambda: [inner @ down.t()],
+        down.nbytes,
+        lambda: [inner.float() @ down.float().t()],
+    )
+    yield Case(
+        f"few_rows.swiglu {rows}",
+        lambda: [few_rows.swiglu(x, gate, up)],
+        lambda: gated(lambda y: y),
+        gate.nbytes + up.nbytes,
+        lambda: gated(Tensor.float),
+    )
+
+
+def few_norm_case(rows: int) -> Case:
+    """The fast grade's norm, against the module and fp32."""
+    x, delta = (draw((rows, HIDDEN), "normal", rows + i) for i in (0, 1))
+    module = norm_module(HIDDEN, 2)
+
+    def run() -> list[Tensor]:
+        total, out = poisoned(rows, HIDDEN), poisoned(rows, HIDDEN)
+        few_rows.add_rms_norm(x, delta, module.weight, EPS, total, out)
+        return [total, out]
+
+    def twin(cast: Callable) -> list[Tensor]:
+        total = cast(x + delta)
+        return [total, F.rms_norm(total, (HIDDEN,), cast(module.weight), EPS)]
+
+    return Case(
+        f"few_rows.add_rms_norm {rows}",
+        run,
+        lambda: twin(lambda y: y),
+        4 * x.nbytes,
+        lambda: twin(Tensor.float),
+    )
+
+
+def fast_cases(rows: tuple[int, ...]) -> Iterator[Case]:
+    """The fast grade's operators, at the row counts that they take."""
+    for count in rows:
+        if 0 < count <= few_rows.MAX_ROWS:
+            yield from product_cases(count)
+            yield few_norm_case(count)
 
 
 def cases(rows: tuple[int, ...], distributions: tuple[str, ...]) -> Iterator[Case]:

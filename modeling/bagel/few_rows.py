@@ -1,4 +1,4 @@
-"""Matrix products of a few rows in Triton, for the fast grade: bound by reading the weights once.
+"""What the fast grade does with a few rows in Triton: products bound by reading the weights once.
 
 Sums run over the inner dimension in fp32, in one order for any number of rows; cuBLAS, which the
 exact grade keeps, takes another order. Shape letters: M rows (at most 32), K inner, N outputs.
@@ -130,6 +130,30 @@ def _swiglu_kernel(
     _store(gate / (1.0 + tl.exp(-gate)) * up, out_ptr, first, num_rows, N, N_BLOCK, ROWS)
 
 
+@triton.jit
+def _add_norm_kernel(
+    x_ptr,
+    delta_ptr,
+    weight_ptr,
+    sum_ptr,
+    out_ptr,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    place = tl.arange(0, BLOCK)
+    inside = place < SIZE
+    row = tl.program_id(0) * SIZE + place
+    weight = tl.load(weight_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row, mask=inside, other=0.0)
+    delta = tl.load(delta_ptr + row, mask=inside, other=0.0)
+    total = (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
+    tl.store(sum_ptr + row, total, mask=inside)
+    wide = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide) / SIZE + eps)
+    tl.store(out_ptr + row, (weight * wide * scale).to(x.dtype), mask=inside)
+
+
 def fits(num_rows: int, weight: Tensor) -> bool:
     """Whether a product of that many rows with a weight [N, K] has a kernel here."""
     num_outs, inner = weight.shape
@@ -186,3 +210,24 @@ def swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
         x, gate, up, out, num_rows, N=size, K=inner, **blocks
     )
     return out
+
+
+def add_rms_norm(
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, total: Tensor, out: Tensor
+) -> None:
+    """Writes x + delta into `total` and its RMSNorm into `out`; all [M, K], contiguous.
+
+    The row is read once and summed as it lies, where the exact grade keeps PyTorch's order.
+    """
+    num_rows, size = x.shape
+    _add_norm_kernel[(num_rows,)](
+        x,
+        delta,
+        weight,
+        total,
+        out,
+        eps,
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
+        num_warps=8,
+    )

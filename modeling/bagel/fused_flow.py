@@ -14,6 +14,7 @@ from torch import Tensor
 from modeling.bagel import few_rows
 from modeling.bagel.cache import CacheAppend
 from modeling.bagel.config import LlmConfig
+from modeling.bagel.few_rows import MAX_ROWS
 from modeling.bagel.fused_ops import (
     add_rms_norm,
     fits_norm,
@@ -158,8 +159,9 @@ class _Half:
         return [self._linear(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj")]
 
     def _add_and_norm(self, delta: Tensor, owner: torch.nn.Module, name: str) -> None:
-        weight = getattr(owner, name + self.suffix).weight
-        add_rms_norm(self.x, delta, weight, self.shared.eps, self.other, self.normed)
+        weight, is_few = getattr(owner, name + self.suffix).weight, 0 < self.x.shape[0] <= MAX_ROWS
+        add_norm = few_rows.add_rms_norm if self.shared.is_fast and is_few else add_rms_norm
+        add_norm(self.x, delta, weight, self.shared.eps, self.other, self.normed)
         self.x, self.other = self.other, self.x
 
     def _has_own_product(self, *linears: torch.nn.Linear) -> bool:

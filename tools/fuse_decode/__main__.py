@@ -1,4 +1,4 @@
-"""Fused operators at the text decode's and prefill's shapes, bit for bit, then timed."""
+"""Fused operators at the text decode's and prefill's shapes, against their twins, then timed."""
 
 import sys
 

@@ -220,6 +220,11 @@ def few_row_products() -> None:
         gate, up = torch.randn(2, 32, 512) / 16
         expected = F.silu(x @ gate.t()) * (x @ up.t())
         torch.testing.assert_close(few_rows.swiglu(x, gate, up), expected, rtol=1e-5, atol=1e-5)
+        delta, norm = torch.randn(rows, 512), module(512)
+        total, out = poisoned(rows, 512), poisoned(rows, 512)
+        few_rows.add_rms_norm(x, delta, norm.weight, EPS, total, out)
+        assert torch.equal(total, x + delta)
+        close(out, norm(x + delta))
     weight = torch.empty(48, 512, dtype=torch.bfloat16)
     assert few_rows.fits(4, weight)
     assert not few_rows.fits(33, weight) and not few_rows.fits(0, weight)
