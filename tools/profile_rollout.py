@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from modeling.bagel.context import Contexts
+from modeling.bagel.flow import FlowBranches
 from modeling.bagel.text_turn import TurnProgram, TurnSource
 from tools.bench_rollout import PROMPT, SAMPLES, TOKENS, Bench, build, floors
 
@@ -49,12 +50,12 @@ def flow_forward(bench: Bench, mode: str) -> Callable[[], None]:
     controller = bench.controllers[mode]
     contexts = prefix(bench, mode, room=TOKENS + 2)
     grid = controller.latent_grid(controller.config.image_size)
-    velocity = controller.execution.make_velocity(contexts, grid)
+    forwards = controller.execution.make_forwards(FlowBranches(contexts), grid)
     x = torch.randn(SAMPLES, TOKENS, 64, device=contexts.device, dtype=torch.bfloat16)
     t = torch.tensor(0.7, device=contexts.device)
     for _ in range(2):
-        velocity(x, t)
-    return lambda: velocity(x, t)
+        forwards(x, t, False)
+    return lambda: forwards(x, t, False)
 
 
 def milliseconds(work: Callable[[], None], count: int) -> float:

@@ -272,7 +272,7 @@ class RolloutController:
                 stage.flow,
                 draws.stochastic,
                 self.probe,
-                self.execution.make_velocity,
+                self.execution.make_forwards,
             )
 
     def _sample(

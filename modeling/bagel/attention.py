@@ -79,7 +79,9 @@ def cache_read(
     )
 
 
-def cached_attention(q: Tensor, keys: Tensor, values: Tensor, read: CacheRead) -> Tensor:
+def cached_attention(
+    q: Tensor, keys: Tensor, values: Tensor, read: CacheRead, out: Tensor | None = None
+) -> Tensor:
     """Attention of packed queries over a padded static cache, read in place.
 
     A causal query sequence stands at the end of its filled positions.
@@ -87,12 +89,13 @@ def cached_attention(q: Tensor, keys: Tensor, values: Tensor, read: CacheRead) -
     Args:
         q: [T, N, H], sequences in the order of `read`.
         keys, values: [B, C, K, H].
+        out: [T, N, H], contiguous, where the result goes; None makes a new tensor.
 
     Returns:
         [T, N, H].
     """
     if q.is_cuda and q.dtype != torch.float32:
-        return _cached_on_gpu(q, keys, values, read)
+        return _cached_on_gpu(q, keys, values, read, torch.empty_like(q) if out is None else out)
     outputs = []
     pieces = q.split(list(read.query_lengths))
     for q1, row, used in zip(pieces, read.rows, read.keys_used.tolist(), strict=True):
@@ -101,10 +104,13 @@ def cached_attention(q: Tensor, keys: Tensor, values: Tensor, read: CacheRead) -
             mask = torch.ones(q1.shape[0], used, dtype=torch.bool, device=q.device)
             mask = mask.tril(used - q1.shape[0])
         outputs.append(_sdpa(q1, keys[row, :used], values[row, :used], mask=mask))
-    return torch.cat(outputs)
+    result = torch.cat(outputs)
+    return result if out is None else out.copy_(result)
 
 
-def _cached_on_gpu(q: Tensor, keys: Tensor, values: Tensor, read: CacheRead) -> Tensor:
+def _cached_on_gpu(
+    q: Tensor, keys: Tensor, values: Tensor, read: CacheRead, out: Tensor
+) -> Tensor:
     """cached_attention by kernels that read the padded cache in place."""
     # Imported late: Triton comes with PyTorch's GPU builds only.
     from modeling.bagel.fused_attention import (
@@ -118,10 +124,12 @@ def _cached_on_gpu(q: Tensor, keys: Tensor, values: Tensor, read: CacheRead) -> 
     queries = max(read.query_lengths)
     if min(read.query_lengths) == queries and (queries == 1 or not read.causal):
         if fits_few(queries, q.shape[1], keys.shape[2]):
-            return few_queries_attention(q, *flat, read.key_starts, read.keys_used, capacity)
+            few_queries_attention(q, *flat, read.key_starts, read.keys_used, capacity, out)
+            return out
         if queries >= MIN_IMAGE_QUERIES:
-            return image_attention(q, *flat, read.key_starts, read.keys_used)
-    return torch.ops.aten._flash_attention_forward(
+            image_attention(q, *flat, read.key_starts, read.keys_used, out)
+            return out
+    result = torch.ops.aten._flash_attention_forward(
         q,
         *flat,
         read.query_bounds,
@@ -133,6 +141,7 @@ def _cached_on_gpu(q: Tensor, keys: Tensor, values: Tensor, read: CacheRead) -> 
         False,
         seqused_k=read.keys_used,
     )[0]
+    return out.copy_(result)
 
 
 AttendForest = Callable[[Tensor, Tensor, Tensor], Tensor]

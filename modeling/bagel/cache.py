@@ -115,11 +115,15 @@ class KvCache:
         ]
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
         used = torch.tensor(ends, dtype=torch.int32, device=self.device)
-        reads = [cache_read(rows, run, used, self.capacity, causal) for run in runs or [lengths]]
         targets = torch.tensor(places, device=self.device)
         if experts is not None:
             targets = experts.to_expert(targets)
-        return CacheAppend(self, targets, *reads, order=None if runs else experts)
+        counts = runs or [lengths]
+        parts = [
+            CacheRun(self, part, cache_read(rows, count, used, self.capacity, causal))
+            for part, count in zip(targets.split(list(map(sum, counts))), counts, strict=True)
+        ]
+        return CacheAppend(*parts, order=None if runs else experts)
 
     def advance(self, rows: list[int], lengths: list[int], rope_steps: list[int]) -> None:
         """Moves filled lengths and RoPE ids on."""
@@ -128,37 +132,54 @@ class KvCache:
             self.next_rope[row] += step
 
 
-class CacheAppend:
-    """One planned append: where new keys and values go, and what the new tokens see.
+@dataclass(frozen=True)
+class CacheRun:
+    """New tokens of a cache, row by row: where keys and values go, and what the tokens see."""
 
-    Tokens come in expert order: a run for each read, row by row inside; or with `order`, which
-    then leads to the document order that the only read wants.
+    cache: KvCache
+    places: Tensor
+    read: CacheRead
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.read.query_lengths)
+
+    def memory(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer by flat position: [B * C, K, H] each."""
+        return self.cache.keys[layer].flatten(0, 1), self.cache.values[layer].flatten(0, 1)
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Writes k, v [T, K, H] into `layer`."""
+        for memory, new in zip(self.memory(layer), (k, v), strict=True):
+            memory.index_copy_(0, self.places, new)
+
+    def attend(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
+        """Attends from q [T, N, H] over what the cache holds, the new tokens included: [T, N, H].
+
+        The result is written into `out` if it is given.
+        """
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        return cached_attention(q, keys, values, self.read, out)
+
+
+class CacheAppend:
+    """One planned append: runs of tokens in expert order.
+
+    With `order` there is one run, whose attention wants document order: `order` leads there.
     """
 
-    def __init__(
-        self,
-        cache: KvCache,
-        places: Tensor,
-        *reads: CacheRead,
-        order: ExpertOrder | None = None,
-    ):
-        self.cache = cache
-        self.places = places
-        self.reads = reads
+    def __init__(self, *runs: CacheRun, order: ExpertOrder | None = None):
+        self.runs = runs
         self.order = order
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Writes k, v [T, K, H] into `layer` and attends from q [T, N, H]: [T, N, H]."""
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys.flatten(0, 1).index_copy_(0, self.places, k)
-        values.flatten(0, 1).index_copy_(0, self.places, v)
+        sizes = [run.num_tokens for run in self.runs]
+        for run, *new in zip(self.runs, k.split(sizes), v.split(sizes), strict=True):
+            run.write(layer, *new)
         if self.order is not None:
-            return self.order.to_expert(self.read_run(layer, 0, self.order.to_document(q)))
-        runs = q.split([sum(read.query_lengths) for read in self.reads])
-        outputs = [self.read_run(layer, i, run) for i, run in enumerate(runs)]
+            (run,) = self.runs
+            return self.order.to_expert(run.attend(layer, self.order.to_document(q)))
+        parts = zip(self.runs, q.split(sizes), strict=True)
+        outputs = [run.attend(layer, part) for run, part in parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-    def read_run(self, layer: int, run: int, q: Tensor) -> Tensor:
-        """Attends from one run's q [T, N, H] over what the cache holds, the new tokens included."""
-        read = self.reads[run]
-        return cached_attention(q, self.cache.keys[layer], self.cache.values[layer], read)

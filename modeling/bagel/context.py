@@ -168,24 +168,14 @@ class Contexts:
         lengths = [a + b for a, b in zip(latent_lengths, vit_lengths, strict=True)]
         self.cache.advance(self.rows, lengths, [2] * len(images))
 
-    def plan_noise(self, grid: ImageSize) -> ImageAppend:
-        """Plans a noise segment behind every context; it is overwritten by each flow forward."""
-        side = self.model.config.max_latent_size
-        return self._plan_image([position_ids(grid, side)] * self.cache.num_rows, 0, is_gen=True)
+    def plan_noise(self, grid: ImageSize, by_expert: bool = False) -> ImageAppend:
+        """Plans a noise segment behind every context, for `NoiseForward`.
 
-    def noise_velocity(self, plan: ImageAppend, x: Tensor, t: Tensor) -> Tensor:
-        """Velocity of noisy latents x [B, n, P] at a time t (fp32 scalar)."""
-        tokens = x.flatten(0, 1)
-        # Each token has its time embedded, as in the learner. On a GPU the products of so many
-        # equal rows are equal bit for bit, and one stands for all.
-        rows = tokens.shape[0]
-        if self.device.type == "cuda":
-            rows = min(rows, INVARIANT_ROWS)
-        time = self.model.time_embedder(t.expand(rows))
-        time = time if rows == tokens.shape[0] else time[:1]
-        latents = self.model.embed_latents(tokens, time, plan.position_ids)
-        hidden = self._extend(plan, latents)
-        return self.model.llm2vae(hidden[plan.experts.num_und :]).view(x.shape)
+        With `by_expert` each expert's tokens attend as a run, as they always do on a GPU.
+        """
+        side = self.model.config.max_latent_size
+        positions = [position_ids(grid, side)] * self.cache.num_rows
+        return self._plan_image(positions, 0, is_gen=True, by_expert=by_expert)
 
     def _run_vae(self, images: list[ConditionImage]) -> list[int]:
         side = self.model.config.max_latent_size
@@ -208,7 +198,7 @@ class Contexts:
         return plan.lengths
 
     def _plan_image(
-        self, positions: list[Tensor], rope_offset: int, is_gen: bool
+        self, positions: list[Tensor], rope_offset: int, is_gen: bool, by_expert: bool = False
     ) -> ImageAppend:
         rows, counts = self.rows, [p.numel() for p in positions]
         lengths = [count + NUM_MARKERS for count in counts]
@@ -220,7 +210,8 @@ class Contexts:
         und, gen = torch.tensor(markers), torch.tensor(patches)
         experts = ExpertOrder.from_positions(und.to(self.device), gen.to(self.device))
         # On a CPU the whole segment attends at once: recorded runs hold the bits of that.
-        runs = [[NUM_MARKERS] * len(rows), counts] if self.device.type == "cuda" else None
+        by_expert = by_expert or self.device.type == "cuda"
+        runs = [[NUM_MARKERS] * len(rows), counts] if by_expert else None
         if not is_gen:
             # Encoder tokens go through the und expert too: one run in document order.
             experts, runs = ExpertOrder(start, 0, None, experts.inverse), None

@@ -8,10 +8,10 @@ import torch
 from modeling.bagel.cache import CacheSpec, KvCache
 from modeling.bagel.config import LlmConfig
 from modeling.bagel.context import EAGER, Contexts, Stacks
-from modeling.bagel.flow import MakeVelocity, eager_velocity
+from modeling.bagel.flow import MakeForwards, eager_forwards
 from modeling.bagel.graph_capture import CudaBackend, GraphCapture
 from modeling.bagel.sampling import SamplingConfig, sample_tokens
-from modeling.bagel.static_flow_graph import static_velocity
+from modeling.bagel.static_flow_graph import static_forwards
 from modeling.bagel.static_text_graph import TextGraphs, decode_text_static
 from modeling.bagel.switches import Switches
 from modeling.bagel.text_decode import DecodedText, decode_text
@@ -60,9 +60,9 @@ class Execution:
             self.text_graphs.release()
 
     @property
-    def make_velocity(self) -> MakeVelocity:
+    def make_forwards(self) -> MakeForwards:
         """What makes the flow's forwards."""
-        return static_velocity(self.capture) if self.flow_graphs else eager_velocity
+        return static_forwards(self.capture) if self.flow_graphs else eager_forwards
 
 
 def build_execution(

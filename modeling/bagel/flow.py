@@ -12,6 +12,7 @@ from torch import Tensor
 from modeling.bagel.config import ImageSize
 from modeling.bagel.context import Contexts
 from modeling.bagel.guidance import GuidanceConfig, guide
+from modeling.bagel.noise_forward import NoiseForward
 from modeling.bagel.probe import Probe, no_probe
 from modeling.diffusion.sde_sampler import SdeConfig, flow_schedule, sde_log_prob, sde_step
 
@@ -68,19 +69,21 @@ class StochasticDraw:
     generator: torch.Generator
 
 
-Velocity = Callable[[Tensor, Tensor], Tensor]
-"""Velocity [B, n, P] of latents x [B, n, P] at a time t (fp32 scalar on the device)."""
-MakeVelocity = Callable[[Contexts, ImageSize], Velocity]
+Forwards = Callable[[Tensor, Tensor, bool], dict[str, Tensor]]
+"""Velocities [B, n, P] by branch of latents x [B, n, P] at a time t (fp32 scalar on the device):
+of all branches in a guided step, of `cond` alone in others."""
+MakeForwards = Callable[[FlowBranches, ImageSize], Forwards]
 
 
-def eager_velocity(contexts: Contexts, grid: ImageSize) -> Velocity:
-    """The forward of one branch, run operator by operator."""
-    plan = contexts.plan_noise(grid)
+def eager_forwards(branches: FlowBranches, grid: ImageSize) -> Forwards:
+    """The forwards of a flow, branch by branch and operator by operator."""
+    forwards = {name: NoiseForward([contexts], grid) for name, contexts in branches.items()}
 
-    def velocity(x: Tensor, t: Tensor) -> Tensor:
-        return contexts.noise_velocity(plan, x, t)
+    def velocities(x: Tensor, t: Tensor, is_guided: bool) -> dict[str, Tensor]:
+        names = forwards if is_guided else ("cond",)
+        return {name: forwards[name](x, t)[0] for name in names}
 
-    return velocity
+    return velocities
 
 
 def run_flow(
@@ -90,7 +93,7 @@ def run_flow(
     config: FlowConfig,
     draw: StochasticDraw | None = None,
     probe: Probe = no_probe,
-    make_velocity: MakeVelocity = eager_velocity,
+    make_forwards: MakeForwards = eager_forwards,
 ) -> FlowResult:
     """Integrates the flow from noise to latents.
 
@@ -101,22 +104,20 @@ def run_flow(
         config: the recipe.
         draw: which forward is stochastic, and its stream; None for none.
         probe: sees `flow{i}.{branch}` velocities and `sde.{x_t,velocity,x_next}`.
-        make_velocity: makes the forward of one branch; eager or captured.
+        make_forwards: makes the forwards of the branches; eager or captured.
     """
     num_samples = branches.cond.cache.num_rows
     x = noise.expand(num_samples, *noise.shape).contiguous()
-    forwards = {name: make_velocity(contexts, grid) for name, contexts in branches.items()}
+    forwards = make_forwards(branches, grid)
     times, steps = flow_schedule(config.num_timesteps, config.shift)
     on_device = torch.stack((times, steps)).to(x.device)
     stochastic = None
     for index, t_value in enumerate(times.tolist()):
         guided = config.guidance.is_active(t_value)
         t, dt = on_device[:, index]
-        velocities = {}
-        for name, forward in forwards.items():
-            if name == "cond" or guided:
-                velocities[name] = forward(x, t).float()
-                probe(f"flow{index}.{name}", velocities[name])
+        velocities = {name: v.float() for name, v in forwards(x, t, guided).items()}
+        for name, velocity in velocities.items():
+            probe(f"flow{index}.{name}", velocity)
         v = guide(
             velocities["cond"],
             velocities.get("cfg_text"),

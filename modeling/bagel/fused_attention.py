@@ -155,8 +155,14 @@ def fits_few(num_queries: int, num_heads: int, num_kv_heads: int) -> bool:
 
 
 def few_queries_attention(
-    q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, used: Tensor, capacity: int
-) -> Tensor:
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    starts: Tensor,
+    used: Tensor,
+    capacity: int,
+    out: Tensor,
+) -> None:
     """Attention of the same small number of queries for every sequence over all its keys.
 
     Args:
@@ -165,16 +171,13 @@ def few_queries_attention(
         starts: int32 [at least sequences], first position of each.
         used: int32 [sequences], filled positions of each.
         capacity: at least the largest number of filled positions.
-
-    Returns:
-        [T, N, H].
+        out: [T, N, H], contiguous, where the result goes.
     """
     num_seqs, (num_heads, size), kv_heads = used.shape[0], q.shape[1:], keys.shape[1]
     # A power of two, so that contexts of all lengths share a few compiled kernels; programs
     # beyond the filled positions end at once.
     num_splits = triton.next_power_of_2(triton.cdiv(capacity, SPLIT_KEYS))
     pairs = num_seqs * kv_heads
-    out = torch.empty_like(q)
     parts = q.new_empty(pairs * num_splits * MAX_FEW * size, dtype=torch.float32)
     stats = q.new_empty(pairs * num_splits * MAX_FEW * 2, dtype=torch.float32)
     _few_queries_kernel[(num_seqs, kv_heads, num_splits)](
@@ -198,7 +201,6 @@ def few_queries_attention(
         NUM_SPLITS=num_splits,
         num_warps=4,
     )
-    return out
 
 
 @cache
@@ -260,8 +262,8 @@ def _image_kernel(
 
 
 def image_attention(
-    q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, used: Tensor
-) -> Tensor:
+    q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, used: Tensor, out: Tensor
+) -> None:
     """Attention of the same number of queries for every sequence over all its keys.
 
     Args:
@@ -269,13 +271,10 @@ def image_attention(
         keys, values: [P, K, H], contiguous.
         starts: int32 [at least sequences], first position of each.
         used: int32 [sequences], filled positions of each.
-
-    Returns:
-        [T, N, H].
+        out: [T, N, H], contiguous, where the result goes.
     """
     num_seqs, (num_heads, size), kv_heads = used.shape[0], q.shape[1:], keys.shape[1]
     num_queries = q.shape[0] // num_seqs
-    out = torch.empty_like(q)
     key_rows, value_rows = (
         TensorDescriptor.from_tensor(x.flatten(1), [KEY_BLOCK, size]) for x in (keys, values)
     )
@@ -297,4 +296,3 @@ def image_attention(
         BLOCK=KEY_BLOCK,
         num_warps=8,
     )
-    return out

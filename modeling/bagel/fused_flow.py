@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from modeling.bagel import few_rows
-from modeling.bagel.cache import CacheAppend
+from modeling.bagel.cache import CacheAppend, CacheRun
 from modeling.bagel.config import LlmConfig
 from modeling.bagel.few_rows import MAX_ROWS
 from modeling.bagel.fused_ops import (
@@ -26,6 +26,8 @@ from modeling.bagel.qwen2_navit import GEN, Decoder, DecoderLayer, ExpertOrder, 
 
 SIDE_BY_SIDE_ROWS = 64
 """Up to so many rows a projection is too small to fill the GPU alone."""
+Span = tuple[slice, CacheRun]
+"""Rows of a pass, and the run of the append that they are."""
 
 
 def unsupported(config: LlmConfig, dtype: torch.dtype) -> str | None:
@@ -54,22 +56,24 @@ class FusedStack:
     def run(
         self, decoder: Decoder, x: Tensor, experts: ExpertOrder, rotary: Rotary, append: CacheAppend
     ) -> Tensor:
-        """x [S, D] in expert order -> [S, D] after all layers and the final norm."""
-        shared = _Pass(decoder, x, experts, rotary, append, self.is_fast)
+        """x [S, D] in expert order, overwritten -> [S, D] after all layers and the final norm."""
+        shared = _Pass(decoder, x, rotary, self.is_fast)
+        und, gen = _spans(append, experts)
+        # In the exact grade few rows stay alone: beside others cuBLAS gives them other bits.
+        groups = [und] if self.is_fast else [[span] for span in und]
+        parts = [_Part(shared, "", group) for group in groups]
         streams = self._streams if torch.cuda.is_current_stream_capturing() else []
-        und = _Half(shared, "", slice(0, experts.num_und))
-        halves, side = [und], None
-        is_small = experts.num_und <= SIDE_BY_SIDE_ROWS
-        if experts.num_gen:
-            halves.append(_Half(shared, GEN, slice(experts.num_und, x.shape[0])))
-        if streams and is_small:
-            und.streams = streams[1:]
-            side = streams[0] if experts.num_gen else None
+        side = None
+        if streams and all(part.x.shape[0] <= SIDE_BY_SIDE_ROWS for part in parts):
+            side = streams[0] if gen else None
+            for part in parts:
+                part.streams = streams[1:]
+        parts += [_Part(shared, GEN, gen)] if gen else []
         layers = list(decoder.layers)
-        _each(halves, lambda half: half.start(layers[0]), side)
+        _each(parts, lambda part: part.start(layers[0]), side)
         for index, layer in enumerate(layers):
             following = layers[index + 1] if index + 1 < len(layers) else None
-            _each(halves, partial(_Half.finish, layer=layer, following=following), side)
+            _each(parts, partial(_Part.finish, layer=layer, following=following), side)
             shared.index += 1
         return shared.normed
 
@@ -80,38 +84,39 @@ class FusedStack:
         return linear(x)
 
 
-def _each(halves: list["_Half"], work: Callable, side: torch.cuda.Stream | None) -> None:
-    """Does `work` for each expert; on a side stream for the first one if there is one."""
+def _spans(append: CacheAppend, experts: ExpertOrder) -> tuple[list[Span], list[Span]]:
+    """The runs of an append with the rows that they have, und and gen."""
+    und, gen, start = [], [], 0
+    for run in append.runs:
+        span = (slice(start, start + run.num_tokens), run)
+        (und if start < experts.num_und else gen).append(span)
+        start += run.num_tokens
+    return und, gen
+
+
+def _each(parts: list["_Part"], work: Callable, side: torch.cuda.Stream | None) -> None:
+    """Does `work` for each part; for all but the last on the side stream if there is one."""
     if side is None:
-        for half in halves:
-            work(half)
+        for part in parts:
+            work(part)
         return
     main = torch.cuda.current_stream()
     side.wait_stream(main)
     with torch.cuda.stream(side):
-        work(halves[0])
-    for half in halves[1:]:
-        work(half)
+        for part in parts[:-1]:
+            work(part)
+    work(parts[-1])
     main.wait_stream(side)
 
 
 class _Pass:
-    """What the experts share in one pass: inputs, and queries and norms of all rows."""
+    """What the parts share in one pass: inputs, and queries and norms of all rows."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        x: Tensor,
-        experts: ExpertOrder,
-        rotary: Rotary,
-        append: CacheAppend,
-        is_fast: bool,
-    ):
+    def __init__(self, decoder: Decoder, x: Tensor, rotary: Rotary, is_fast: bool):
         config, num_rows = decoder.config, x.shape[0]
         self.decoder = decoder
         self.eps = config.rms_norm_eps
         self.rotary = rotary
-        self.append = append
         self.is_fast = is_fast
         self.index = 0
         self.x = x.contiguous()
@@ -121,16 +126,16 @@ class _Pass:
         self.queries = torch.empty(shape, dtype=x.dtype, device=x.device)
 
 
-class _Half:
-    """The rows of one expert, a run of the append: they meet other rows in the cache only."""
+class _Part:
+    """Neighbouring rows of one expert on their way: they meet other rows in a cache only."""
 
-    def __init__(self, shared: _Pass, suffix: str, part: slice):
+    def __init__(self, shared: _Pass, suffix: str, spans: list[Span]):
         self.shared = shared
-        self.run = 1 if suffix else 0
         self.suffix = suffix
-        self.part = part
-        self.x, self.other = shared.x[part], shared.other[part]
-        self.normed = shared.normed[part]
+        self.spans = spans
+        self.rows = slice(spans[0][0].start, spans[-1][0].stop)
+        self.x, self.other = shared.x[self.rows], shared.other[self.rows]
+        self.normed = shared.normed[self.rows]
         self.streams: list[torch.cuda.Stream] = []
 
     def start(self, layer: DecoderLayer) -> None:
@@ -142,8 +147,7 @@ class _Half:
     def finish(self, layer: DecoderLayer, following: DecoderLayer | None) -> None:
         """From the attention of one layer to the projections of the following one."""
         shared, mlp = self.shared, getattr(layer, "mlp" + self.suffix)
-        out = shared.append.read_run(shared.index, self.run, shared.queries[self.part])
-        delta = self._multiply(out.flatten(1), self._linear(layer.self_attn, "o_proj"))
+        delta = self._multiply(self._attend(), self._linear(layer.self_attn, "o_proj"))
         self._add_and_norm(delta, layer, "post_attention_layernorm")
         delta = self._multiply(self._swiglu(mlp.gate_proj, mlp.up_proj), mlp.down_proj)
         if following is None:
@@ -151,6 +155,15 @@ class _Half:
             return
         self._add_and_norm(delta, following, "input_layernorm")
         self._project_heads(following, shared.index + 1)
+
+    def _attend(self) -> Tensor:
+        """Attention of all spans, each over its own cache: [rows, N * H]."""
+        shared, first = self.shared, self.rows.start
+        out = torch.empty_like(shared.queries[self.rows])
+        for rows, run in self.spans:
+            target = out[rows.start - first : rows.stop - first]
+            run.attend(shared.index, shared.queries[rows], target)
+        return out.flatten(1)
 
     def _linear(self, owner: torch.nn.Module, name: str) -> torch.nn.Linear:
         return getattr(owner, name + self.suffix)
@@ -179,27 +192,26 @@ class _Half:
         return silu_mul(*self._apply([gate, up]))
 
     def _project_heads(self, layer: DecoderLayer, index: int) -> None:
-        shared, module, part = self.shared, layer.self_attn, self.part
-        linears, cache = self._heads(layer), shared.append.cache
+        shared, module, first = self.shared, layer.self_attn, self.rows.start
+        linears = self._heads(layer)
         if self._has_own_product(*linears):
             weights, biases = zip(*((each.weight, each.bias) for each in linears), strict=True)
             projections = few_rows.project_heads(self.normed, weights, biases)
         else:
             projections = self._apply(linears)
         rounding = shared.rotary.rounding
-        qk_norm_rope_store(
-            projections,
-            tuple(getattr(module, f"{name}_norm{self.suffix}").weight for name in "qk"),
-            (shared.rotary.cos[part], shared.rotary.sin[part]),
-            shared.append.places[part],
-            (
-                shared.queries[part],
-                cache.keys[index].flatten(0, 1),
-                cache.values[index].flatten(0, 1),
-            ),
-            shared.eps,
-            rounding.gen if self.suffix else rounding.und,
-        )
+        norms = tuple(getattr(module, f"{name}_norm{self.suffix}").weight for name in "qk")
+        for rows, run in self.spans:
+            own = slice(rows.start - first, rows.stop - first)
+            qk_norm_rope_store(
+                tuple(projection[own] for projection in projections),
+                norms,
+                (shared.rotary.cos[rows], shared.rotary.sin[rows]),
+                run.places,
+                (shared.queries[rows], *run.memory(index)),
+                shared.eps,
+                rounding.gen if self.suffix else rounding.und,
+            )
 
     def _apply(self, modules: list[torch.nn.Module]) -> tuple[Tensor, ...]:
         """All modules on the normed rows, those behind the first on side streams if any."""

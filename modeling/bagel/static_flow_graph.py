@@ -1,42 +1,68 @@
-"""The image flow's forward as a static graph: captured once for each branch, then replayed.
+"""The image flow's forwards as static graphs: captured once, then replayed.
 
-Computes the bits of `flow.eager_velocity`. A branch's first forward runs eagerly (it warms kernels
-up), the second is captured, and from then on forwards are replays over static inputs.
+Computes the bits of `flow.eager_forwards`. The branches of a guided step go through one forward
+where products of so many rows have the same bits for more. A forward runs eagerly at first (it
+warms kernels up), then it is captured, and from then on replayed over static inputs.
 """
 
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from modeling.bagel.config import ImageSize
-from modeling.bagel.context import Contexts, ImageAppend
-from modeling.bagel.flow import MakeVelocity
+from modeling.bagel.context import Contexts
+from modeling.bagel.flow import FlowBranches, MakeForwards
 from modeling.bagel.graph_capture import CapturedWork, CaptureError, GraphCapture
+from modeling.bagel.noise_forward import NoiseForward, can_join
 
 
-def static_velocity(capture: GraphCapture) -> MakeVelocity:
+def static_forwards(capture: GraphCapture) -> MakeForwards:
     """Makes forwards that are captured by `capture`; a flow drops its graphs when it ends."""
-    return partial(StaticVelocity, capture)
+    return partial(StaticForwards, capture)
+
+
+class StaticForwards:
+    """The forwards of one flow: one for guided steps or one for each branch, one for the others."""
+
+    def __init__(self, capture: GraphCapture, branches: FlowBranches, grid: ImageSize):
+        self._capture = capture
+        self._grid = grid
+        self._branches = dict(branches.items())
+        self._is_joint = can_join(list(self._branches.values()), grid)
+        self._forwards: dict[tuple[str, ...], StaticVelocity] = {}
+
+    def __call__(self, x: Tensor, t: Tensor, is_guided: bool) -> dict[str, Tensor]:
+        """Velocities [B, n, P] by branch at x [B, n, P], t scalar; overwritten by the next call."""
+        names = tuple(self._branches) if is_guided else ("cond",)
+        groups = [names] if self._is_joint else [(name,) for name in names]
+        velocities: dict[str, Tensor] = {}
+        for group in groups:
+            velocities |= zip(group, self._forward(group)(x, t), strict=True)
+        return velocities
+
+    def _forward(self, group: tuple[str, ...]) -> "StaticVelocity":
+        if group not in self._forwards:
+            branches = [self._branches[name] for name in group]
+            self._forwards[group] = StaticVelocity(self._capture, branches, self._grid)
+        return self._forwards[group]
 
 
 class StaticVelocity:
-    """The forward of one branch."""
+    """One forward of some branches."""
 
-    def __init__(self, capture: GraphCapture, contexts: Contexts, grid: ImageSize):
+    def __init__(self, capture: GraphCapture, branches: list[Contexts], grid: ImageSize):
         self._capture = capture
-        self._contexts = contexts
-        self._plan = contexts.plan_noise(grid)
+        self._noise = NoiseForward(branches, grid)
         self._forward: _Forward | None = None
         self._work: CapturedWork | None = None
         self._is_eager = not capture.is_available
 
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
-        """Velocity [B, n, P] at x [B, n, P], t scalar; overwritten by the next call."""
+        """Velocities [R, B, n, P] at x [B, n, P], t scalar; overwritten by the next call."""
         if self._forward is None:
-            static = (x.clone(), t.clone(), torch.empty_like(x))
-            self._forward = _Forward(self._contexts, self._plan, *static)
+            out = x.new_empty(len(self._noise.branches), *x.shape)
+            self._forward = _Forward(self._noise, x.clone(), t.clone(), out)
             self._forward.run()
             return self._forward.out
         self._forward.x.copy_(x)
@@ -61,16 +87,14 @@ class StaticVelocity:
 class _Forward:
     """What is captured. It does not know its graph, which therefore ends with the flow."""
 
-    contexts: Contexts
-    plan: ImageAppend
+    noise: NoiseForward
     x: Tensor
     t: Tensor
     out: Tensor
 
     def run(self) -> None:
-        self.out.copy_(self.contexts.noise_velocity(self.plan, self.x, self.t))
+        self.out.copy_(self.noise(self.x, self.t))
 
     def watched(self) -> list[Tensor]:
-        cache = self.contexts.cache
         own = [self.x, self.t, self.out]
-        return [*own, *cache.keys, *cache.values, *self.contexts.weights()]
+        return [*own, *self.noise.memory(), *self.noise.branches[0].weights()]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from modeling.bagel.attention import cache_read
-from modeling.bagel.cache import CacheAppend, KvCache
+from modeling.bagel.cache import CacheAppend, CacheRun, KvCache
 from modeling.bagel.context import Contexts
 from modeling.bagel.qwen2_navit import ExpertOrder
 from modeling.bagel.sampling import SamplingConfig
@@ -82,7 +82,8 @@ class TurnProgram:
         cache = source.contexts.cache
         self.state.load(cache, rows)
         self.source = source
-        self._append = CacheAppend(cache, self.state.places, replace(self._read, rows=tuple(rows)))
+        read = replace(self._read, rows=tuple(rows))
+        self._append = CacheAppend(CacheRun(cache, self.state.places, read))
 
     def run(self) -> None:
         state, contexts = self.state, self.source.contexts

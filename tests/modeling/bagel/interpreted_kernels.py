@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from modeling.bagel import few_rows
-from modeling.bagel.cache import CacheSpec, KvCache
+from modeling.bagel.cache import CacheAppend, CacheSpec, KvCache
 from modeling.bagel.config import LlmConfig
 from modeling.bagel.fused_attention import (
     few_queries_attention,
@@ -126,14 +126,19 @@ def heads() -> None:
             assert bool(keys[untouched].isnan().all())
 
 
-@torch.no_grad()
-def stack() -> None:
-    """All layers of a small decoder: fused against eager, mixed experts and und only."""
-    config = LlmConfig(256, 384, 2, 2, 1, 32)
-    decoder = Decoder(config)
+def small_decoder() -> Decoder:
+    decoder = Decoder(LlmConfig(256, 384, 2, 2, 1, 32))
     for name, param in decoder.named_parameters():
         is_norm = "norm" in name
         param.copy_(torch.rand(param.shape) + 0.5 if is_norm else torch.randn(param.shape) / 16)
+    return decoder
+
+
+@torch.no_grad()
+def stack() -> None:
+    """All layers of a small decoder: fused against eager, mixed experts and und only."""
+    decoder = small_decoder()
+    config = decoder.config
     # Capture does not exist here, and nothing else of the stack asks for a GPU.
     torch.cuda.is_current_stream_capturing = lambda: False
     for gen in (torch.tensor([1, 2, 5, 6]), torch.tensor([], dtype=torch.int64)):
@@ -157,6 +162,37 @@ def stack() -> None:
         torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-4)
         for mine, theirs in zip(caches[1].keys, caches[0].keys, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def joint_stack() -> None:
+    """The rows of two caches in one pass: as in a pass each."""
+    decoder = small_decoder()
+    torch.cuda.is_current_stream_capturing = lambda: False
+    experts = ExpertOrder.from_positions(torch.tensor([0, 3]), torch.tensor([1, 2]))
+    rope_ids = experts.to_expert(torch.arange(4))
+    for is_fast in (False, True):
+        stack, alone, appends = FusedStack(False, is_fast), [], []
+        for seed in (0, 1):
+            x = torch.randn(4, 256, generator=torch.Generator().manual_seed(seed))
+            spec = CacheSpec(decoder.config, 1, 12, torch.device("cpu"), torch.float32)
+            first, second = (
+                KvCache.zeros(spec).append([0], [4], False, experts, [[2], [2]]) for _ in range(2)
+            )
+            rotary = decoder.rotary(torch.arange(4), experts, QkRounding())
+            alone.append((x, stack.run(decoder, x.clone(), experts, rotary, first)))
+            appends.append(second)
+        joint = ExpertOrder(4, 4, None, None)
+        rotary = decoder.rotary(
+            torch.cat([rope_ids[:2]] * 2 + [rope_ids[2:]] * 2), joint, QkRounding()
+        )
+        runs = [append.runs[i] for i in (0, 1) for append in appends]
+        x, expected = (
+            torch.cat([pair[i][part] for part in (slice(0, 2), slice(2, 4)) for pair in alone])
+            for i in (0, 1)
+        )
+        out = stack.run(decoder, x, joint, rotary, CacheAppend(*runs))
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
 def cache_with_holes(used: list[int], capacity: int, size: int) -> tuple:
@@ -193,9 +229,11 @@ def few_queries() -> None:
         starts, filled, keys, values = cache_with_holes(used, capacity, 32)
         expected = dense(q, starts, filled, keys, values)
         for _ in range(2):  # the second launch finds what the first one left in the counters
-            out = few_queries_attention(q, keys, values, starts, filled, capacity)
+            out = poisoned(*q.shape)
+            few_queries_attention(q, keys, values, starts, filled, capacity, out)
             close(out, expected)
-        wider = few_queries_attention(q, keys, values, starts, filled, capacity + 1000)
+        wider = poisoned(*q.shape)
+        few_queries_attention(q, keys, values, starts, filled, capacity + 1000, wider)
         assert torch.equal(wider, out), "an unused capacity changed bits"
     assert fits_few(2, 28, 4) and not fits_few(3, 28, 4)
 
@@ -204,7 +242,8 @@ def whole_images() -> None:
     for queries, capacity, used in ((64, 200, [64, 128, 200]), (130, 300, [130, 300, 257])):
         q = torch.randn(3 * queries, 14, 32)
         starts, filled, keys, values = cache_with_holes(used, capacity, 32)
-        out = image_attention(q, keys, values, starts, filled)
+        out = poisoned(*q.shape)
+        image_attention(q, keys, values, starts, filled, out)
         close(out, dense(q, starts, filled, keys, values))
 
 
@@ -262,6 +301,7 @@ if __name__ == "__main__":
         swiglu,
         heads,
         stack,
+        joint_stack,
         few_queries,
         whole_images,
         few_row_products,

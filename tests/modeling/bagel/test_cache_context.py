@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.bagel.config import ImageSize
 from modeling.bagel.context import Contexts
 from tests.tiny import condition_image, contexts, special_tokens, tiny_tokenizer
 
@@ -108,60 +107,6 @@ def test_a_full_row_refuses_more(order):
     assert grown.cache.lengths == [7, 0]  # a refused append moves nothing
     grown.feed_text([0], [[3]])
     assert grown.cache.lengths == [8, 0]
-
-
-class TestNoise:
-    GRID = ImageSize(2, 3)
-
-    def velocity(self, grown: Contexts, x: Tensor, t: float) -> Tensor:
-        plan = grown.plan_noise(self.GRID)
-        return grown.noise_velocity(plan, x, torch.tensor(t))
-
-    def latents(self, seed: int) -> Tensor:
-        return torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(seed))
-
-    def prompted(self) -> Contexts:
-        grown = contexts(2)
-        grown.feed_text([0, 1], [TOKENS, TOKENS[:3]])
-        return grown
-
-    def test_each_forward_overwrites_the_last(self):
-        grown = self.prompted()
-        plan = grown.plan_noise(self.GRID)
-        times = torch.tensor(0.7)
-        grown.noise_velocity(plan, self.latents(0), times)
-        again = grown.noise_velocity(plan, self.latents(1), times)
-        assert torch.equal(again, self.velocity(self.prompted(), self.latents(1), 0.7))
-        assert grown.cache.lengths == grown.cache.next_rope == [7, 3]
-
-    def test_text_behind_it_does_not_see_it(self):
-        grown, plain = self.prompted(), self.prompted()
-        self.velocity(grown, self.latents(0), 0.7)
-        runs = [TOKENS[:2], TOKENS]
-        assert torch.equal(grown.feed_text([0, 1], runs), plain.feed_text([0, 1], runs))
-
-    def test_it_depends_on_context_latents_and_time(self):
-        base = self.velocity(self.prompted(), self.latents(0), 0.7)
-        assert base.shape == (2, 6, 64)
-        others = {
-            "context": self.velocity(contexts(2), self.latents(0), 0.7),
-            "latents": self.velocity(self.prompted(), self.latents(1), 0.7),
-            "time": self.velocity(self.prompted(), self.latents(0), 0.2),
-        }
-        for what, other in others.items():
-            assert (base - other).abs().amax(dim=(1, 2)).min() > 1e-3, what
-
-    def test_every_token_sees_every_other(self):
-        x = self.latents(0)
-        changed = x.clone()
-        changed[0, 5] += 1
-        base, moved = (self.velocity(self.prompted(), a, 0.7) for a in (x, changed))
-        assert (base - moved)[0, 0].abs().max() > 1e-5  # an earlier token of the same sample
-        assert torch.equal(base[1], moved[1])  # no token of another sample
-
-    def test_grids_beyond_the_position_table_are_refused(self):
-        with pytest.raises(ValueError, match="exceeds the position table of side 8"):
-            contexts(1).plan_noise(ImageSize(9, 2))
 
 
 @torch.no_grad()

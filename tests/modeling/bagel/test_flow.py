@@ -10,6 +10,7 @@ from modeling.bagel.config import ImageSize
 from modeling.bagel.context import Contexts
 from modeling.bagel.flow import FlowBranches, FlowConfig, StochasticDraw, run_flow
 from modeling.bagel.guidance import GuidanceConfig, guide
+from modeling.bagel.noise_forward import NoiseForward
 from modeling.diffusion.sde_sampler import SdeConfig, sde_log_prob, sde_mean, sde_std
 from tests.tiny import contexts
 
@@ -44,7 +45,7 @@ def noise(dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def velocity(grown: Contexts, x: Tensor, t: float) -> Tensor:
-    return grown.noise_velocity(grown.plan_noise(GRID), x, torch.tensor(t))
+    return NoiseForward([grown], GRID)(x, torch.tensor(t))[0]
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 CHECKS = ("norms", "reduction_order", "swiglu", "heads", "stack", "few_queries", "whole_images")
 
 
-@pytest.mark.parametrize("check", [*CHECKS, "few_row_products", "sampling"])
+@pytest.mark.parametrize("check", [*CHECKS, "joint_stack", "few_row_products", "sampling"])
 def test_interpreted_kernels(check):
     command = [sys.executable, str(Path(__file__).with_name("interpreted_kernels.py")), check]
     environment = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

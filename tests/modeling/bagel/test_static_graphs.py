@@ -1,20 +1,23 @@
 """Static decode and flow against the eager path, through a fake graph on a CPU."""
 
 import copy
+import gc
 import logging
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
 
+from modeling.bagel import noise_forward
 from modeling.bagel.cache import KvCache
 from modeling.bagel.config import ImageSize
 from modeling.bagel.context import Contexts
-from modeling.bagel.flow import eager_velocity
+from modeling.bagel.flow import FlowBranches, eager_forwards
 from modeling.bagel.graph_capture import GraphCapture
 from modeling.bagel.sampling import SamplingConfig
-from modeling.bagel.static_flow_graph import static_velocity
+from modeling.bagel.static_flow_graph import static_forwards
 from modeling.bagel.static_text_graph import TextGraphs, decode_text_static
 from modeling.bagel.text_decode import DecodedText, decode_text
 from tests.fake_graph import FakeBackend
@@ -322,15 +325,37 @@ def test_release_drops_graphs_and_memory():
     assert counters.recaptured == 0
 
 
-def test_static_velocity_follows_its_inputs():
-    eager, static = prefilled(2), prefilled(2)
+def flow_branches() -> FlowBranches:
+    return FlowBranches(prefilled(2), text=prefilled(2), image=contexts(2))
+
+
+@pytest.mark.parametrize("is_joint", [False, True])
+def test_static_forwards_follow_their_inputs(monkeypatch, is_joint):
+    if is_joint:
+        monkeypatch.setattr(noise_forward, "INVARIANT_ROWS", 2 * 16)
     backend = FakeBackend()
-    reference = eager_velocity(eager, GRID)
-    forward = static_velocity(GraphCapture(backend))(static, GRID)
+    reference = eager_forwards(flow_branches(), GRID)
+    forwards = static_forwards(GraphCapture(backend))(flow_branches(), GRID)
     generator = torch.Generator().manual_seed(0)
-    for index, time in enumerate((1.0, 0.8, 0.3)):
-        x = torch.randn(2, 16, 64, generator=generator)
-        t = torch.tensor(time)
-        torch.testing.assert_close(forward(x, t), reference(x, t), rtol=1e-6, atol=1e-6)
-        assert backend.replays == index
-    assert backend.captures == 1
+    for time, is_guided in ((1.0, True), (0.8, True), (0.7, True), (0.3, False), (0.1, False)):
+        x, t = torch.randn(2, 16, 64, generator=generator), torch.tensor(time)
+        mine, expected = forwards(x, t, is_guided), reference(x, t, is_guided)
+        assert list(mine) == list(expected)
+        for name, velocity in mine.items():
+            torch.testing.assert_close(velocity, expected[name], rtol=1e-4, atol=1e-4)
+    # Joint: one graph for guided steps and one for the others. Apart: one for each branch.
+    assert (backend.captures, backend.replays) == ((2, 3) if is_joint else (3, 8))
+
+
+def test_a_flow_that_ended_leaves_no_graph():
+    backend = FakeBackend()
+    forwards = static_forwards(GraphCapture(backend))(flow_branches(), GRID)
+    for _ in range(2):
+        forwards(torch.randn(2, 16, 64), torch.tensor(0.5), False)
+    works = [weakref.ref(each._work) for each in forwards._forwards.values()]
+    gc.disable()
+    try:
+        del forwards
+        assert [work() for work in works] == [None]
+    finally:
+        gc.enable()

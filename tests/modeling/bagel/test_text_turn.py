@@ -26,7 +26,7 @@ def test_loaded_state_is_what_the_eager_path_plans():
     state.tokens.fill_(11)
     for rows in ([0, 2], [1, 3], [3, 0]):
         state.load(cache, rows)
-        assert torch.equal(state.places, cache.append(rows, [1, 1], causal=True).places)
+        assert torch.equal(state.places, cache.append(rows, [1, 1], causal=True).runs[0].places)
         used = torch.tensor([cache.lengths[row] + 1 for row in rows], dtype=torch.int32)
         assert torch.equal(state.keys_used, used)
         planned = cache_read(rows, [1, 1], used, cache.capacity, causal=True)
