@@ -48,7 +48,8 @@ class CacheRead:
     """Which cached positions each of the packed query sequences sees.
 
     `rows[i]` is the cache row of sequence i, `query_lengths[i]` its tokens and `keys_used[i]` the
-    filled positions of that row, its own tokens included. Tensors are int32 on the device.
+    filled positions of that row, its own tokens included. Tensors are int32 on the device; where
+    all queries are single tokens, `keys_used` may be int64.
     """
 
     rows: tuple[int, ...]

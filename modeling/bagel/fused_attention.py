@@ -91,9 +91,9 @@ def _few_queries_kernel(
             pair = seq * KV_HEADS + kv_head
             tile = row[:, None] * H + lane[None, :]
             slot = pair * NUM_SPLITS + split
-            tl.store(part_ptr + slot * (ROWS * H) + tile, acc)
-            tl.store(stat_ptr + slot * (2 * ROWS) + row, top)
-            tl.store(stat_ptr + slot * (2 * ROWS) + ROWS + row, total)
+            tl.store(part_ptr + slot * (ROWS * H) + tile, acc, mask=is_row[:, None])
+            tl.store(stat_ptr + slot * (2 * ROWS) + row, top, mask=is_row)
+            tl.store(stat_ptr + slot * (2 * ROWS) + ROWS + row, total, mask=is_row)
             # The barrier puts all stores of the program before the one thread's release.
             tl.debug_barrier()
             num_ended = tl.atomic_add(lock_ptr + pair, 1, sem="acq_rel")
@@ -169,7 +169,7 @@ def few_queries_attention(
         q: [T, N, H], sequence by sequence, contiguous.
         keys, values: [P, K, H], contiguous.
         starts: int32 [at least sequences], first position of each.
-        used: int32 [sequences], filled positions of each.
+        used: int32 or int64 [sequences], filled positions of each.
         capacity: at least the largest number of filled positions.
         out: [T, N, H], contiguous, where the result goes.
     """

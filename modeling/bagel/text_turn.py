@@ -20,19 +20,22 @@ class TurnState:
     """Device state of A active samples, written in place: by `load`, and by each turn."""
 
     tokens: Tensor  # int64 [A], to be fed
-    rope_ids: Tensor  # int64 [A]
-    places: Tensor  # int64 [A], flat cache positions of the fed tokens
+    moving: Tensor  # int64 [3, A]: what grows by 1 with each turn, the three below
+    rope_ids: Tensor
+    places: Tensor  # flat cache positions of the fed tokens
+    keys_used: Tensor  # filled positions with the fed token
     key_starts: Tensor  # int32 [A + 1], flat cache positions where rows begin, and the last ends
-    keys_used: Tensor  # int32 [A], filled positions with the fed token
     drawn: Tensor  # float64 [2, A]: next tokens and their probabilities, read by the host
 
     @staticmethod
     def zeros(count: int, device: torch.device) -> "TurnState":
         """State of `count` samples before anything is loaded."""
+        moving = torch.zeros(3, count, dtype=torch.int64, device=device)
         return TurnState(
-            *(torch.zeros(count, dtype=torch.int64, device=device) for _ in range(3)),
+            torch.zeros(count, dtype=torch.int64, device=device),
+            moving,
+            *moving,
             key_starts=torch.zeros(count + 1, dtype=torch.int32, device=device),
-            keys_used=torch.zeros(count, dtype=torch.int32, device=device),
             drawn=torch.zeros(2, count, dtype=torch.float64, device=device),
         )
 
@@ -95,9 +98,7 @@ class TurnProgram:
         state.tokens.copy_(tokens)
         state.drawn[0].copy_(tokens)
         state.drawn[1].copy_(probs)
-        state.rope_ids.add_(1)
-        state.places.add_(1)
-        state.keys_used.add_(1)
+        state.moving.add_(1)
 
     def watched(self) -> list[Tensor]:
         """Everything whose address a graph of this turn bakes in."""

@@ -28,7 +28,7 @@ def test_loaded_state_is_what_the_eager_path_plans():
         state.load(cache, rows)
         assert torch.equal(state.places, cache.append(rows, [1, 1], causal=True).runs[0].places)
         used = torch.tensor([cache.lengths[row] + 1 for row in rows], dtype=torch.int32)
-        assert torch.equal(state.keys_used, used)
+        assert torch.equal(state.keys_used, used.long())
         planned = cache_read(rows, [1, 1], used, cache.capacity, causal=True)
         assert torch.equal(state.key_starts, planned.key_starts)
         assert state.rope_ids.tolist() == [cache.next_rope[row] for row in rows]
