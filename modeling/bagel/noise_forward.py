@@ -13,6 +13,10 @@ from modeling.bagel.config import ImageSize
 from modeling.bagel.context import INVARIANT_ROWS, Contexts
 from modeling.bagel.qwen2_navit import ExpertOrder
 
+MAX_JOINT_ROWS = 4096
+"""Gen tokens of a joint forward. Beyond, the products are full without company, and rows that no
+longer fit into the second-level cache cost what shared und weights save (docs/performance.md)."""
+
 
 class NoiseForward:
     """A noise segment planned behind every context of R branches, overwritten by each forward."""
@@ -65,10 +69,10 @@ class NoiseForward:
         return [tensor for cache in caches for tensor in (*cache.keys, *cache.values)]
 
 
-def can_join(branches: list[Contexts], grid: ImageSize) -> bool:
-    """Whether the gen tokens of each branch are enough to have the same bits beside others."""
-    tokens = grid.height * grid.width
-    return all(contexts.cache.num_rows * tokens >= INVARIANT_ROWS for contexts in branches)
+def should_join(branches: list[Contexts], grid: ImageSize) -> bool:
+    """Whether one forward for all branches keeps the bits of one for each, and takes less time."""
+    rows = [contexts.cache.num_rows * grid.height * grid.width for contexts in branches]
+    return min(rows) >= INVARIANT_ROWS and sum(rows) <= MAX_JOINT_ROWS
 
 
 def _by_expert(branches: list[Sequence]) -> list:

@@ -7,7 +7,7 @@ from torch import Tensor
 from modeling.bagel import noise_forward
 from modeling.bagel.config import ImageSize
 from modeling.bagel.context import Contexts
-from modeling.bagel.noise_forward import NoiseForward, can_join
+from modeling.bagel.noise_forward import NoiseForward, should_join
 from tests.tiny import contexts
 
 TOKENS = [5, 77, 300, 12, 9, 41, 8]
@@ -96,8 +96,10 @@ class TestSeveralBranches:
             for layer, expected in zip(mine.cache.keys, theirs.cache.keys, strict=True):
                 torch.testing.assert_close(layer, expected, rtol=1e-4, atol=1e-4)
 
-    def test_few_tokens_are_not_joined(self, monkeypatch):
-        assert not can_join(self.branches(), self.GRID)  # 12 rows a branch
-        assert can_join([contexts(2)], ImageSize(16, 16))
+    def test_neither_few_nor_many_tokens_are_joined(self, monkeypatch):
+        assert not should_join(self.branches(), self.GRID)  # 12 rows a branch
+        assert should_join([contexts(2)] * 3, ImageSize(16, 16))
+        assert should_join([contexts(2)] * 2, ImageSize(32, 32))
+        assert not should_join([contexts(2)] * 3, ImageSize(32, 32))
         monkeypatch.setattr(noise_forward, "INVARIANT_ROWS", 12)
-        assert can_join(self.branches(), self.GRID)
+        assert should_join(self.branches(), self.GRID)
