@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from triton.testing import do_bench_cudagraph
 
 from modeling.bagel.attention import (
     CacheRead,
@@ -26,6 +27,8 @@ from modeling.bagel.layout import ROOT, ForestBuilder, SegmentKind, SegmentPlan
 HEADS, KV_HEADS, HEAD_SIZE = 28, 4, 128
 VIT_HEADS, VIT_HEAD_SIZE = 16, 72
 SLACK = 1e-4
+# Queries and keys of a sample: text turns, and the gen tokens of a flow without and with a picture.
+TIMED = ((1, 300), (1, 1500), (1024, 1150), (1024, 3300))
 
 
 def relative_error(out: Tensor, reference: Tensor) -> float:
@@ -94,6 +97,31 @@ def _read(
     return cache_read(rows, query_lengths, filled, capacity, causal)
 
 
+def time_cached(queries: int, used: int) -> dict:
+    """Microseconds of attention over the cache at a rollout's shapes, beside PyTorch's kernel."""
+    capacity = used + 200
+    q = draw(4 * queries, HEADS, HEAD_SIZE, seed=10).bfloat16()
+    keys, values = (draw(4, capacity, KV_HEADS, HEAD_SIZE, seed=i).bfloat16() for i in (11, 12))
+    read = _read([0, 1, 2, 3], [queries] * 4, [used] * 4, capacity, queries == 1)
+
+    def flash() -> Tensor:
+        return torch.ops.aten._flash_attention_forward(
+            *(q, keys.flatten(0, 1), values.flatten(0, 1)),
+            *(read.query_bounds, read.key_starts, queries, capacity),
+            *(0.0, read.causal, False),
+            seqused_k=read.keys_used,
+        )
+
+    own, theirs = (
+        do_bench_cudagraph(work, return_mode="median") * 1e3
+        for work in (lambda: cached_attention(q, keys, values, read), flash)
+    )
+    rate = 4 * 4 * queries * used * HEADS * HEAD_SIZE / own / 1e6
+    print(f"{queries:>5} queries, {used:>5} keys: {own:>7.1f} us, flash {theirs:>7.1f} us", end="")
+    print(f", {rate:.0f} TFLOP/s" if queries > 1 else "")
+    return {"queries": queries, "keys": used, "own_us": own, "flash_us": theirs}
+
+
 def forest() -> SegmentPlan:
     """Rows as a refine step has them, at half size, and a shared prefix."""
     builder = ForestBuilder()
@@ -152,8 +180,9 @@ def main(argv: list[str] | None = None) -> int:
     for count, capacity in ((1, 3000), (2, 600), (2, 1500), (64, 600), (130, 600), (1024, 1700)):
         results += check_cached(False, [count] * 3, capacity)
     results += check_forest()
+    timed = [time_cached(*shape) for shape in TIMED]
     if args.json:
-        args.json.write_text(json.dumps(results, indent=1))
+        args.json.write_text(json.dumps({"checked": results, "timed": timed}, indent=1))
     return 0 if all(result["passed"] for result in results) else 1
 
 
