@@ -96,7 +96,7 @@ def cached_attention(
         [T, N, H].
     """
     if q.is_cuda and q.dtype != torch.float32:
-        return _cached_on_gpu(q, keys, values, read, torch.empty_like(q) if out is None else out)
+        return _cached_on_gpu(q, keys, values, read, out)
     outputs = []
     pieces = q.split(list(read.query_lengths))
     for q1, row, used in zip(pieces, read.rows, read.keys_used.tolist(), strict=True):
@@ -110,26 +110,24 @@ def cached_attention(
 
 
 def _cached_on_gpu(
-    q: Tensor, keys: Tensor, values: Tensor, read: CacheRead, out: Tensor
+    q: Tensor, keys: Tensor, values: Tensor, read: CacheRead, out: Tensor | None
 ) -> Tensor:
     """cached_attention by kernels that read the padded cache in place."""
     # Imported late: Triton comes with PyTorch's GPU builds only.
     from modeling.bagel.fused_attention import (
-        MIN_IMAGE_QUERIES,
         few_queries_attention,
         fits_few,
+        fits_image,
         image_attention,
     )
 
     capacity, flat = keys.shape[1], (keys.flatten(0, 1), values.flatten(0, 1))
-    queries = max(read.query_lengths)
+    queries, where = max(read.query_lengths), (read.key_starts, read.keys_used)
     if min(read.query_lengths) == queries and (queries == 1 or not read.causal):
-        if fits_few(queries, q.shape[1], keys.shape[2]):
-            few_queries_attention(q, *flat, read.key_starts, read.keys_used, capacity, out)
-            return out
-        if queries >= MIN_IMAGE_QUERIES:
-            image_attention(q, *flat, read.key_starts, read.keys_used, out)
-            return out
+        if fits_few(queries, q, keys):
+            return few_queries_attention(q, *flat, *where, capacity, out)
+        if fits_image(queries, q):
+            return image_attention(q, *flat, *where, out)
     result = torch.ops.aten._flash_attention_forward(
         q,
         *flat,
@@ -142,7 +140,7 @@ def _cached_on_gpu(
         False,
         seqused_k=read.keys_used,
     )[0]
-    return out.copy_(result)
+    return result if out is None else out.copy_(result)
 
 
 AttendForest = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -22,7 +22,7 @@ MAX_FEW = 16
 """Query rows of a KV head (queries times heads that share it) that one program holds."""
 SPLIT_KEYS, FEW_BLOCK = 128, 64
 QUERY_BLOCK, KEY_BLOCK = 128, 128
-MIN_IMAGE_QUERIES = 64
+MIN_IMAGE_QUERIES, IMAGE_HEAD_SIZE = 64, 128
 MAX_LOCKS = 65536
 LOG2_E = math.log2(math.e)
 
@@ -149,9 +149,17 @@ def _add_splits(
     tl.store(out_ptrs, out, mask=is_row[:, None])
 
 
-def fits_few(num_queries: int, num_heads: int, num_kv_heads: int) -> bool:
-    """Whether that many queries of every sequence fit into one program."""
-    return num_queries * (num_heads // num_kv_heads) <= MAX_FEW
+def fits_few(num_queries: int, q: Tensor, keys: Tensor) -> bool:
+    """Whether that many queries of every sequence, of heads like these, fit into one program."""
+    num_heads, size = q.shape[-2:]
+    rows = num_queries * (num_heads // keys.shape[-2])
+    return rows <= MAX_FEW and size >= 16 and size == triton.next_power_of_2(size)
+
+
+def fits_image(num_queries: int, q: Tensor) -> bool:
+    """Whether the kernel for whole images takes these: its loads want compute capability 9."""
+    has_loads = torch.cuda.get_device_capability(q.device)[0] >= 9
+    return has_loads and num_queries >= MIN_IMAGE_QUERIES and q.shape[-1] == IMAGE_HEAD_SIZE
 
 
 def few_queries_attention(
@@ -161,8 +169,8 @@ def few_queries_attention(
     starts: Tensor,
     used: Tensor,
     capacity: int,
-    out: Tensor,
-) -> None:
+    out: Tensor | None = None,
+) -> Tensor:
     """Attention of the same small number of queries for every sequence over all its keys.
 
     Args:
@@ -171,13 +179,17 @@ def few_queries_attention(
         starts: int32 [at least sequences], first position of each.
         used: int32 or int64 [sequences], filled positions of each.
         capacity: at least the largest number of filled positions.
-        out: [T, N, H], contiguous, where the result goes.
+        out: [T, N, H], contiguous, where the result goes; None makes a new tensor.
+
+    Returns:
+        [T, N, H].
     """
     num_seqs, (num_heads, size), kv_heads = used.shape[0], q.shape[1:], keys.shape[1]
     # A power of two, so that contexts of all lengths share a few compiled kernels; programs
     # beyond the filled positions end at once.
     num_splits = triton.next_power_of_2(triton.cdiv(capacity, SPLIT_KEYS))
     pairs = num_seqs * kv_heads
+    out = torch.empty_like(q) if out is None else out
     parts = q.new_empty(pairs * num_splits * MAX_FEW * size, dtype=torch.float32)
     stats = q.new_empty(pairs * num_splits * MAX_FEW * 2, dtype=torch.float32)
     _few_queries_kernel[(num_seqs, kv_heads, num_splits)](
@@ -201,12 +213,14 @@ def few_queries_attention(
         NUM_SPLITS=num_splits,
         num_warps=4,
     )
+    return out
 
 
 @cache
 def _locks(device: torch.device) -> Tensor:
     """Counters of ended splits, zero between launches: the last program of a pair resets its own.
 
+    All launches share them: within a pass they follow each other, on one stream, and passes do.
     Made by the eager pass that comes before every capture, so never inside a graph's memory.
     """
     return torch.zeros(MAX_LOCKS, dtype=torch.int32, device=device)
@@ -262,8 +276,13 @@ def _image_kernel(
 
 
 def image_attention(
-    q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, used: Tensor, out: Tensor
-) -> None:
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    starts: Tensor,
+    used: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
     """Attention of the same number of queries for every sequence over all its keys.
 
     Args:
@@ -271,10 +290,14 @@ def image_attention(
         keys, values: [P, K, H], contiguous.
         starts: int32 [at least sequences], first position of each.
         used: int32 [sequences], filled positions of each.
-        out: [T, N, H], contiguous, where the result goes.
+        out: [T, N, H], contiguous, where the result goes; None makes a new tensor.
+
+    Returns:
+        [T, N, H].
     """
     num_seqs, (num_heads, size), kv_heads = used.shape[0], q.shape[1:], keys.shape[1]
     num_queries = q.shape[0] // num_seqs
+    out = torch.empty_like(q) if out is None else out
     key_rows, value_rows = (
         TensorDescriptor.from_tensor(x.flatten(1), [KEY_BLOCK, size]) for x in (keys, values)
     )
@@ -296,3 +319,4 @@ def image_attention(
         BLOCK=KEY_BLOCK,
         num_warps=8,
     )
+    return out

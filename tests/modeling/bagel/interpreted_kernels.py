@@ -235,7 +235,9 @@ def few_queries() -> None:
         wider = poisoned(*q.shape)
         few_queries_attention(q, keys, values, starts, filled, capacity + 1000, wider)
         assert torch.equal(wider, out), "an unused capacity changed bits"
-    assert fits_few(2, 28, 4) and not fits_few(3, 28, 4)
+    q, keys = torch.empty(2, 28, 128), torch.empty(9, 4, 128)
+    assert fits_few(2, q, keys) and not fits_few(3, q, keys)
+    assert not fits_few(1, q[..., :72], keys[..., :72])
 
 
 def whole_images() -> None:
