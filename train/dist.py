@@ -72,16 +72,6 @@ class ProcessContext:
         return self.rank // self.policy_group_size
 
     @property
-    def policy_group_rank(self) -> int:
-        """Number of the rank inside its policy group."""
-        return self.rank % self.policy_group_size
-
-    @property
-    def num_policy_groups(self) -> int:
-        """Policy groups in the world, each with a prompt of its own."""
-        return self.world_size // self.policy_group_size
-
-    @property
     def is_main(self) -> bool:
         """Whether this rank writes logs, reports and progress."""
         return self.rank == 0
@@ -254,12 +244,12 @@ def broadcast_from_main(context: ProcessContext, value: T | None) -> T:
 
 def mean_over_policy_group(context: ProcessContext, value: Tensor) -> Tensor:
     """Mean over the ranks of the policy group of an fp32 CPU tensor; a new tensor, same shape."""
-    return _mean(value, context.policy_group_size, context.policy_group)
-
-
-def mean_over_all(context: ProcessContext, value: Tensor) -> Tensor:
-    """Mean over all ranks of an fp32 CPU tensor; a new tensor, same shape."""
-    return _mean(value, context.world_size, context.host_group)
+    if value.device.type != "cpu" or value.dtype != torch.float32:
+        raise ValueError(f"mean over ranks of a {value.dtype} on {value.device}: fp32 on the CPU")
+    # Sum and divide: gloo has no averaging reduction in the older supported versions of torch.
+    total = value.detach().clone()
+    dist.all_reduce(total, group=context.policy_group)
+    return total / context.policy_group_size
 
 
 def first_error(context: ProcessContext, error: BaseException | str | None) -> str | None:
@@ -327,15 +317,6 @@ def _gather(value: T, size: int, group: dist.ProcessGroup) -> list[T]:
     gathered: list[T | None] = [None] * size
     dist.all_gather_object(gathered, value, group=group)
     return gathered
-
-
-def _mean(value: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
-    if value.device.type != "cpu" or value.dtype != torch.float32:
-        raise ValueError(f"mean over ranks of a {value.dtype} on {value.device}: fp32 on the CPU")
-    # Sum and divide: gloo has no averaging reduction in the older supported versions of torch.
-    total = value.detach().clone()
-    dist.all_reduce(total, group=group)
-    return total / size
 
 
 def _read_int(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

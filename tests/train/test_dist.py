@@ -115,7 +115,7 @@ def test_defaults_for_libraries_leave_the_user_alone():
 
 def test_mean_over_ranks_wants_fp32():
     with pytest.raises(ValueError, match="fp32 on the CPU"):
-        subject._mean(torch.zeros(2, dtype=torch.float64), 1, None)
+        subject.mean_over_policy_group(None, torch.zeros(2, dtype=torch.float64))
 
 
 def run_world(world_size: int, num_shard: int, policy_group_size: int) -> list[dict]:
@@ -154,7 +154,7 @@ def test_a_world_of_one_works_without_torchrun(monkeypatch):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # what it sets must not outlive this test
     context = subject.start_processes(ProcessConfig(device="cpu"), policy_group_size=1)
     try:
-        assert context.is_main and context.mesh.size() == 1 and context.num_policy_groups == 1
+        assert context.is_main and context.mesh.size() == 1
         assert subject.gather_in_policy_group(context, "x") == ["x"]
         assert context.all_gather_object(1) == [1]
         subject.barrier(context)
@@ -167,9 +167,9 @@ def test_two_ranks_share_a_prompt_and_the_weights():
     ranks = run_world(world_size=2, num_shard=8, policy_group_size=2)
     for rank, seen in enumerate(ranks):
         assert seen["rank"] == rank and seen["mesh"] == {"shard": 2} and seen["local_rows"] == 4
-        assert (seen["group_id"], seen["group_rank"], seen["num_groups"]) == (0, rank, 1)
+        assert seen["group_id"] == 0 and seen["group"] == [0, 1]
         assert seen["all"] == ["r0", "r1"] and seen["main"] == "from 0"
-        assert seen["group_mean"] == seen["mean"] == [0.5, 1.0]
+        assert seen["group_mean"] == [0.5, 1.0]
         assert seen["scores"] == [rank, 2 * rank]  # the input is left alone
         assert seen["no_error"] is None and seen["error"] == "rank 1: ValueError: bad"
         assert seen["turn"] == rank * 10
@@ -181,7 +181,6 @@ def test_four_ranks_replicate_when_they_exceed_num_shard():
     ranks = run_world(world_size=4, num_shard=2, policy_group_size=2)
     for rank, seen in enumerate(ranks):
         assert seen["mesh"] == {"replicate": 2, "shard": 2} and seen["local_rows"] == 4
-        assert seen["group_id"] == rank // 2 and seen["group_rank"] == rank % 2
+        assert seen["group_id"] == rank // 2
         assert seen["group"] == [rank // 2 * 2, rank // 2 * 2 + 1]
         assert seen["group_mean"] == [rank // 2 * 2 + 0.5, rank // 2 * 4 + 1.0]
-        assert seen["mean"] == [1.5, 3.0] and seen["num_groups"] == 2
