@@ -1,7 +1,6 @@
 """All settings of a run in one object, and its ways in: command line, environment, Python."""
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +8,6 @@ from modeling.bagel.guidance import GuidanceConfig
 from modeling.bagel.sampling import SamplingConfig
 from modeling.bagel.switches import Switches, process_environment, read_switches
 from modeling.diffusion.sde_sampler import SdeConfig
-from train.environment import redact
 from train.flags import (
     ConfigError,
     Flag,
@@ -104,10 +102,6 @@ class TrainConfig:
             name: getattr(getattr(self, entry.group), entry.attribute)
             for name, entry in FLAGS.items()
         }
-
-    def to_json(self) -> str:
-        """All settings by group as indented JSON, secrets left out."""
-        return json.dumps(redact(self), indent=2)
 
     def replace(self, **flags: object) -> "TrainConfig":
         """A copy with these flags changed. Raises ConfigError as `from_flags` does."""

@@ -79,10 +79,6 @@ class Rollout:
     entry: BufferEntry | None = None
     condition: ConditionImage | None = None
 
-    @property
-    def num_decoded_tokens(self) -> int:
-        return sum(len(sample.thought.ids) for sample in self.samples)
-
 
 def says_no_edit(operation: str) -> bool:
     """Whether an edit operation declines to edit, in any case."""

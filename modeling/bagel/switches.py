@@ -138,11 +138,6 @@ class Switches:
     fuse_train_split: bool = True
     fused_swiglu_contract: bool = True
 
-    @property
-    def is_consistent(self) -> bool:
-        """Whether the original's rollout/learner gaps are removed."""
-        return self.recipe == "consistent"
-
     def execution_on(self, device_type: str) -> str:
         """The grade that runs on `device_type`: eager, or on a GPU also exact and fast."""
         if device_type != "cuda":

@@ -1,4 +1,4 @@
-"""The run's settings: names and defaults of the interface, parsing, recipe, JSON, replace."""
+"""The run's settings: names and defaults of the interface, parsing, recipe, record, replace."""
 
 import dataclasses
 import json
@@ -12,6 +12,7 @@ from modeling.bagel.guidance import GuidanceConfig
 from modeling.bagel.sampling import SamplingConfig
 from modeling.diffusion.sde_sampler import SdeConfig
 from train.config import FLAGS, TrainConfig, from_flags, parse_args
+from train.environment import redact
 from train.flags import ConfigError
 
 # Every variable of the launcher's interface that is a flag, with the default it must have.
@@ -98,18 +99,18 @@ def test_unknown_switch_in_the_environment_is_refused():
 def test_api_key_comes_from_the_environment_and_is_not_written():
     config = parse_args([], {"REWARD_API_KEY": "sk-very-secret"})
     assert config.rewards.reward_api_key == "sk-very-secret"
-    assert "sk-very-secret" not in config.to_json()
+    assert "sk-very-secret" not in json.dumps(redact(config))
 
 
-def test_json_holds_every_setting():
-    written = json.loads(parse_args(["--lr", "0.25"], {}).to_json())
+def test_the_record_holds_every_setting():
+    written = redact(parse_args(["--lr", "0.25"], {}))
     assert written["optimizer"]["lr"] == 0.25 and written["switches"]["recipe"] == "upstream"
     assert sum(len(group) for group in written.values()) == len(FLAGS)
 
 
 def test_replace_changes_only_what_is_named():
     config = TrainConfig().replace(lr=0.0, r3_recipe="consistent", nnodes=2)
-    assert config.optimizer.lr == 0.0 and config.switches.is_consistent
+    assert config.optimizer.lr == 0.0 and config.switches.recipe == "consistent"
     assert config.replace(lr=5e-6, r3_recipe="upstream", nnodes=None) == TrainConfig()
     with pytest.raises(ConfigError, match="--learning_rate is no flag"):
         config.replace(learning_rate=1.0)

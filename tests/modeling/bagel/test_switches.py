@@ -41,8 +41,8 @@ def test_values_are_parsed():
             "R3_EXECUTION": "fast",
         }
     )
-    assert read.is_consistent and read.load_concurrency == 2 and read.source_tree == "/some where"
-    assert (read.attention, read.execution) == ("dense", "fast")
+    assert (read.recipe, read.attention, read.execution) == ("consistent", "dense", "fast")
+    assert read.load_concurrency == 2 and read.source_tree == "/some where"
     assert (read.fused_decode, read.fuse_flow, read.fused_train_ops) == (False, False, True)
 
 
