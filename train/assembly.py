@@ -121,7 +121,7 @@ def assemble(
             context.world_size,
             config.rl.policy_group_size,
             config.seeds.data_seed,
-            recipe.name,
+            recipe.lagging_prompt_epoch,
         ),
         streams=RandomStreams(stream_seeds(config, context), context.device),
         buffer=RefineBuffer(config.rl.perfect_probability),

@@ -2,19 +2,17 @@
 
 import torch
 
-RECIPES = ("upstream", "consistent")
-
 
 class PromptSampler:
     """Draws one prompt for each policy group, the same on every rank without communication.
 
     A step has an epoch. One generator, seeded `data_seed + epoch`, draws `world_size` distinct
-    prompts and then shuffles them; a policy group takes the entry of its number. The consistent
-    recipe's epoch is the step. Upstream's lags by two draws, that is by four steps, and stops at 0:
-    its steps 0, 2 and 4 see the same prompts.
+    prompts and then shuffles them; a policy group takes the entry of its number. The epoch is the
+    step. Where `epoch_lags` (see `Recipe`) it is behind by two draws, that is by four steps, and stops
+    at 0: steps 0, 2 and 4 see the same prompts.
 
-    Raises ValueError for an unknown recipe, for fewer prompts than ranks, and for ranks that do
-    not divide into policy groups.
+    Raises ValueError for fewer prompts than ranks, and for ranks that do not divide into policy
+    groups.
     """
 
     def __init__(
@@ -23,10 +21,8 @@ class PromptSampler:
         world_size: int,
         policy_group_size: int,
         data_seed: int,
-        recipe: str,
+        epoch_lags: bool,
     ) -> None:
-        if recipe not in RECIPES:
-            raise ValueError(f"recipe {recipe!r}: expected one of {', '.join(RECIPES)} (R3_RECIPE)")
         if policy_group_size < 1 or world_size < 1 or world_size % policy_group_size:
             raise ValueError(
                 f"{world_size} ranks do not divide into policy groups of {policy_group_size} "
@@ -41,11 +37,11 @@ class PromptSampler:
         self.world_size = world_size
         self.policy_group_size = policy_group_size
         self.data_seed = data_seed
-        self.recipe = recipe
+        self.epoch_lags = epoch_lags
 
     def epoch_for(self, step: int) -> int:
         """The epoch whose draw serves RL step `step`, refine steps counted too."""
-        return step if self.recipe == "consistent" else max(0, step - 4)
+        return max(0, step - 4) if self.epoch_lags else step
 
     def index_for(self, step: int, rank: int) -> int:
         """Index of the prompt that the rank's policy group draws at RL step `step`."""

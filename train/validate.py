@@ -25,6 +25,7 @@ from train.config import FLAGS, TrainConfig
 from train.dist import check_world
 from train.flags import ConfigError, check_value
 from train.prompts import PromptSampler
+from train.recipe import recipe_named
 from train.settings import VAE_STRIDE
 
 SOURCE_TREE = Path(__file__).resolve().parents[1]
@@ -106,7 +107,7 @@ def validate_prompts(config: TrainConfig, world_size: int) -> None:
             world_size,
             config.rl.policy_group_size,
             config.seeds.data_seed,
-            config.switches.recipe,
+            recipe_named(config.switches.recipe).lagging_prompt_epoch,
         )
     )
     if config.schedule.eval_freq:
