@@ -1,14 +1,13 @@
 """HTTP for rewards: one session, retries with back-off, threads that hand out futures.
 
 GenEval services and chat judges differ in what they are asked and what they answer (`Protocol`);
-sessions, retries, deadlines, dead addresses and counting are the same and live here.
+sessions, retries, deadlines and dead addresses are the same and live here.
 """
 
 import queue
 import random
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -32,7 +31,6 @@ from train.reward_wire import (
 CONNECT_TIMEOUT_S = 10.0
 PROBE_TIMEOUT_S = 10.0
 MAX_BACKOFF_S = 30.0
-LATENCY_WINDOW = 1024
 # An address that answers so is behind a gateway without a service; a plain 500 is one that failed.
 GATEWAY_STATUSES = (502, 503, 504)
 
@@ -78,20 +76,6 @@ class Sample:
     metadata: dict
 
 
-@dataclass(frozen=True)
-class RewardStats:
-    """Counts since the start, and latency over the last 1024 scored samples (0 before the first).
-
-    `num_retries` counts repeated attempts, `num_failures` samples without a score.
-    """
-
-    num_scored: int
-    num_failures: int
-    num_retries: int
-    latency_p50_s: float
-    latency_p99_s: float
-
-
 Exchange = Callable[[HttpRequest, float], HttpReply]
 
 
@@ -124,20 +108,27 @@ class HttpCore:
         adapter = HTTPAdapter(pool_maxsize=config.pool_size, max_retries=0)
         self._session.mount("http://", adapter)
         self._session.mount("https://", adapter)
-        self._lock = threading.Lock()
-        self._latencies: deque[float] = deque(maxlen=LATENCY_WINDOW)
-        self._counts = {"scored": 0, "failures": 0, "retries": 0}
 
     def score(self, protocol: RewardProtocol, sample: Sample, attempts: Attempts) -> Scores:
         """Score one sample, with retries; raises the last RewardError when they are used up."""
-        start = time.monotonic()
-        try:
-            scores = self._score(protocol, sample, attempts, start + self._config.step_deadline_s)
-        except RewardError:
-            self._count(attempts, None)
-            raise
-        self._count(attempts, time.monotonic() - start)
-        return scores
+        deadline = time.monotonic() + self._config.step_deadline_s
+        while True:
+            endpoint = self._ring.take()
+            try:
+                scores = self._attempt(endpoint, protocol, sample, deadline)
+                self._ring.mark_live(endpoint)
+                return scores
+            except RewardError as error:
+                is_down = self._note(endpoint, error)
+                if not error.is_retryable or attempts.num_retries >= self._config.retries:
+                    raise
+                failure = error
+            pause = self._pause(attempts.num_retries)
+            if is_down and self._ring.has_live_beside(endpoint):
+                pause = 0.0
+            if time.monotonic() + pause >= deadline or attempts.given_up.wait(pause):
+                raise failure
+            attempts.num_retries += 1
 
     def exchange(self, request: HttpRequest, timeout_s: float) -> HttpReply:
         """One HTTP exchange within timeout_s; raises RewardConnectionError without an answer."""
@@ -164,38 +155,9 @@ class HttpCore:
         except (requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
             raise RewardConnectionError(f"{request.label}: {str(error)[:300]}") from error
 
-    def stats(self) -> RewardStats:
-        """Counts and latencies so far."""
-        with self._lock:
-            ordered = sorted(self._latencies)
-            counts = dict(self._counts)
-        at = [ordered[int(q * (len(ordered) - 1) + 0.5)] if ordered else 0.0 for q in (0.5, 0.99)]
-        return RewardStats(counts["scored"], counts["failures"], counts["retries"], *at)
-
     def close(self) -> None:
         """Close the kept connections."""
         self._session.close()
-
-    def _score(
-        self, protocol: RewardProtocol, sample: Sample, attempts: Attempts, deadline: float
-    ) -> Scores:
-        while True:
-            endpoint = self._ring.take()
-            try:
-                scores = self._attempt(endpoint, protocol, sample, deadline)
-                self._ring.mark_live(endpoint)
-                return scores
-            except RewardError as error:
-                is_down = self._note(endpoint, error)
-                if not error.is_retryable or attempts.num_retries >= self._config.retries:
-                    raise
-                failure = error
-            pause = self._pause(attempts.num_retries)
-            if is_down and self._ring.has_live_beside(endpoint):
-                pause = 0.0
-            if time.monotonic() + pause >= deadline or attempts.given_up.wait(pause):
-                raise failure
-            attempts.num_retries += 1
 
     def _attempt(
         self, endpoint: Endpoint, protocol: RewardProtocol, sample: Sample, deadline: float
@@ -225,13 +187,6 @@ class HttpCore:
     def _pause(self, num_retries: int) -> float:
         backoff = min(MAX_BACKOFF_S, self._config.backoff_s * 2**num_retries)
         return backoff * self._jitter.uniform(0.5, 1.5)
-
-    def _count(self, attempts: Attempts, latency_s: float | None) -> None:
-        with self._lock:
-            self._counts["retries"] += attempts.num_retries
-            self._counts["failures" if latency_s is None else "scored"] += 1
-            if latency_s is not None:
-                self._latencies.append(latency_s)
 
     def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
         # As a callable, so that requests does not put a .netrc entry in its place.

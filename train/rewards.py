@@ -16,7 +16,6 @@ from train.reward_http import (
     HttpConfig,
     HttpCore,
     RewardProtocol,
-    RewardStats,
     Sample,
     WorkerPool,
 )
@@ -41,7 +40,6 @@ __all__ = [
     "RewardFuture",
     "RewardOutageError",
     "RewardResult",
-    "RewardStats",
     "WaitPace",
     "WaitStatus",
     "make_reward_client",
@@ -100,15 +98,6 @@ class RewardConfig:
                 f"{self.retries}, {self.pool_size} and {self.jpeg_quality}"
             )
 
-    def check_group_timeout(self, group_timeout_s: float) -> None:
-        """Raise ValueError unless a step gives up on rewards before the collectives time out."""
-        if self.step_deadline_s >= group_timeout_s:
-            raise ValueError(
-                f"--reward_step_deadline_s: {self.step_deadline_s:g} must be below the process "
-                f"group's timeout of {group_timeout_s:g} s, or a missing reward ends as a timeout "
-                "that hides the cause"
-            )
-
 
 class RewardClient:
     """Scores pictures in background threads, one request a picture.
@@ -138,10 +127,6 @@ class RewardClient:
             self._start(image, record, Attempts())
             for image, record in zip(images, metadata, strict=True)
         ]
-
-    def stats(self) -> RewardStats:
-        """Scored samples, failures, retries, and latency p50 and p99 in seconds."""
-        return self._core.stats()
 
     def close(self) -> None:
         """Abandon what is still open and end the threads; does not wait for a hung request."""

@@ -108,10 +108,10 @@ def config_for(*urls, **changes):
 
 
 def score(*urls, count=1, policy="skip", deadline_s=5.0, **changes):
-    """Results and stats of `count` pictures."""
+    """Results of `count` pictures."""
     with RewardClient(config_for(*urls, **changes), rank=0) as client:
         futures = client.submit([PICTURE] * count, [META] * count)
-        return resolve_rewards(futures, deadline_s, policy, pace=PACE), client.stats()
+        return resolve_rewards(futures, deadline_s, policy, pace=PACE)
 
 
 def free_port():

@@ -31,7 +31,7 @@ from train.rewards import (
 def test_a_hang_does_not_outlast_the_step():
     with running(lambda handler, number: handler.server.released.wait(30)) as stub:
         start = time.monotonic()
-        results, _ = score(stub.url, count=2, request_timeout_s=60.0, deadline_s=0.3)
+        results = score(stub.url, count=2, request_timeout_s=60.0, deadline_s=0.3)
         assert time.monotonic() - start < 1.5, "close() must not wait for the hung threads"
     assert all("2 of 2 rewards did not come within 0.3 s" in r.error for r in results)
 
@@ -42,7 +42,7 @@ def test_slow_start(caplog):
     timer = threading.Timer(0.6, lambda: stubs.append(Stub(good, port=port)))
     timer.start()
     with caplog.at_level(logging.WARNING, "faster_r3"):
-        results, _ = score(f"http://127.0.0.1:{port}", count=2, policy="abort", retries=1)
+        results = score(f"http://127.0.0.1:{port}", count=2, policy="abort", retries=1)
     timer.join()
     stubs[0].stop()
     assert [r.error for r in results] == [None, None]
@@ -69,7 +69,7 @@ def test_abort_does_not_wait_for_what_will_not_pass():
 
 def test_skip_gives_up_after_the_retries():
     start = time.monotonic()
-    (result,), _ = score(f"http://127.0.0.1:{free_port()}", policy="skip", deadline_s=30.0)
+    (result,) = score(f"http://127.0.0.1:{free_port()}", policy="skip", deadline_s=30.0)
     assert time.monotonic() - start < 3
     assert "refused" in result.error and result.retries == 3
 

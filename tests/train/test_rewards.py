@@ -43,9 +43,6 @@ def test_scores_come_in_order_over_pickle_at_the_root():
         request = pickle.loads(body)
         assert path == "/" and headers["Accept"].startswith("application/json")
         assert request["only_strict"] is False and request["images"][0][:2] == b"\xff\xd8"
-        stats = client.stats()
-        assert (stats.num_scored, stats.num_failures, stats.num_retries) == (5, 0, 0)
-        assert 0 < stats.latency_p50_s <= stats.latency_p99_s < 2
 
 
 def test_json_is_spoken_where_it_is_offered():
@@ -53,7 +50,7 @@ def test_json_is_spoken_where_it_is_offered():
         handler.answer(200, json.dumps(ANSWER).encode(), "application/json")
 
     with running(answer, health={"formats": ["json", "pickle"]}) as stub:
-        (result,), _ = score(stub.url + "/")
+        (result,) = score(stub.url + "/")
         path, headers, body = stub.posts[0]
     assert result.score == 0.5 and path == "/"
     assert headers["Content-Type"] == "application/json"
@@ -63,7 +60,7 @@ def test_json_is_spoken_where_it_is_offered():
 @pytest.mark.parametrize("health", [{"formats": "json?"}, {"formats": ["pickle"]}, ["json"], {}])
 def test_other_health_answers_mean_pickle(health):
     with running(good, health=health) as stub:
-        (result,), _ = score(stub.url + "/geneval/")
+        (result,) = score(stub.url + "/geneval/")
     assert result.error is None and stub.posts[0][0] == "/geneval"
     assert stub.posts[0][2][:1] == b"\x80"
 
@@ -77,11 +74,11 @@ def test_connections_are_kept():
 
 def test_404_with_html_is_not_tried_again():
     with running(always(404, b"<html>Not here</html>")) as stub:
-        (result,), stats = score(stub.url)
+        (result,) = score(stub.url)
     assert len(stub.posts) == 1 and result.retries == 0 and not result.is_retryable
     assert "RewardStatusError" in result.error and "HTTP 404" in result.error
     assert "<html>Not here</html>" in result.error and stub.url in result.error
-    assert result.score != result.score and stats.num_failures == 1 and stats.num_scored == 0
+    assert result.score != result.score
 
 
 @pytest.mark.parametrize(
@@ -95,10 +92,9 @@ def test_404_with_html_is_not_tried_again():
 )
 def test_passing_statuses_are_tried_three_times_more(status, body, shown):
     with running(always(status, body)) as stub:
-        (result,), stats = score(stub.url)
+        (result,) = score(stub.url)
     assert len(stub.posts) == 4 and result.retries == 3 and result.is_retryable
     assert f"HTTP {status}" in result.error and shown in result.error
-    assert stats.num_retries == 3
 
 
 def test_a_500_that_passes():
@@ -106,7 +102,7 @@ def test_a_500_that_passes():
         handler.answer(500, b"once") if number < 2 else good(handler, number)
 
     with running(behave) as stub:
-        (result,), _ = score(stub.url)
+        (result,) = score(stub.url)
     assert result.error is None and result.retries == 2
 
 
@@ -121,7 +117,7 @@ class Runs:
 def test_a_pickle_that_would_run_code(tmp_path):
     target = tmp_path / "ran"
     with running(always(200, pickle.dumps({**ANSWER, "scores": [Runs(target)]}))) as stub:
-        (result,), _ = score(stub.url)
+        (result,) = score(stub.url)
     assert not target.exists()
     assert "RewardAnswerError" in result.error and "not plain data" in result.error
 
@@ -139,7 +135,7 @@ def test_a_pickle_that_would_run_code(tmp_path):
 )
 def test_bad_answers_end_at_once(body, message):
     with running(always(200, body)) as stub:
-        (result,), _ = score(stub.url)
+        (result,) = score(stub.url)
     assert "RewardAnswerError" in result.error and message in result.error
     assert result.retries == 0 and len(stub.posts) == 1
 
@@ -147,7 +143,7 @@ def test_bad_answers_end_at_once(body, message):
 def test_a_hang_ends_at_the_request_timeout():
     with running(lambda handler, number: handler.server.released.wait(30)) as stub:
         start = time.monotonic()
-        (result,), _ = score(stub.url, request_timeout_s=0.2, retries=1)
+        (result,) = score(stub.url, request_timeout_s=0.2, retries=1)
         assert time.monotonic() - start < 2
     assert "no answer within 0.2 s" in result.error and result.retries == 1
 
@@ -160,7 +156,7 @@ def test_an_answer_that_trickles_is_cut_off():
 
     with running(trickle) as stub:
         start = time.monotonic()
-        (result,), _ = score(stub.url, request_timeout_s=0.3, retries=0)
+        (result,) = score(stub.url, request_timeout_s=0.3, retries=0)
         assert time.monotonic() - start < 1.5
     assert "no answer within 0.3 s" in result.error
 
@@ -175,7 +171,7 @@ def test_a_reset_in_mid_answer(num_resets):
         return handler.reset()
 
     with running(behave) as stub:
-        (result,), _ = score(stub.url)
+        (result,) = score(stub.url)
     assert result.retries == min(num_resets, 3)
     assert (result.error is None) == (num_resets == 1)
     assert result.error is None or "RewardConnectionError" in result.error
@@ -190,7 +186,7 @@ def test_an_answer_that_ends_early_is_tried_again():
         return None
 
     with running(behave) as stub:
-        (result,), _ = score(stub.url)
+        (result,) = score(stub.url)
     assert result.error is None and result.retries == 1
 
 
@@ -226,7 +222,7 @@ def test_a_refused_address_costs_no_sample():
     with running(good) as stub:
         dead = f"http://127.0.0.1:{free_port()}"
         start = time.monotonic()
-        results, _ = score(dead, stub.url, count=8, backoff_s=5.0)
+        results = score(dead, stub.url, count=8, backoff_s=5.0)
     assert [r.error for r in results] == [None] * 8
     assert time.monotonic() - start < 2, "going over to the live address needs no back-off"
 
@@ -235,7 +231,7 @@ def test_loopback_goes_past_a_web_proxy(monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
     with running(good) as stub:
-        (result,), _ = score(stub.url)
+        (result,) = score(stub.url)
     assert result.error is None
 
 
@@ -280,20 +276,13 @@ def test_bad_settings_are_refused(changes, flag):
         RewardConfig(**{"urls": ("http://127.0.0.1:1",), **changes})
 
 
-def test_the_step_deadline_must_be_below_the_group_timeout():
-    config = RewardConfig(urls=("http://127.0.0.1:1",), step_deadline_s=480.0)
-    config.check_group_timeout(600.0)
-    with pytest.raises(ValueError, match="--reward_step_deadline_s: 480 must be below"):
-        config.check_group_timeout(480.0)
-
-
 def test_keys_and_passwords_stay_out_of_messages():
     with pytest.raises(ValueError) as caught:
         RewardConfig(urls=("http://a:1",), api_key="se cret")
     assert "cret" not in str(caught.value)
     with running(always(404, b"no")) as stub:
         url = stub.url.replace("//", "//user:secret@")
-        (result,), _ = score(url)
+        (result,) = score(url)
         assert stub.posts[0][1]["Authorization"].startswith("Basic ")
         assert "secret" not in result.error
         score(stub.url, api_key="secret")
