@@ -5,7 +5,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -42,7 +42,7 @@ class TrainState:
     """Everything a run needs beside the weights and Adam's state to go on bit for bit.
 
     `step` is the next one to run. `generators` (uint8 states) and `buffer` are each rank's own,
-    the rest is equal on all ranks. `scheduler` and `config` hold what JSON can.
+    the rest is equal on all ranks.
     """
 
     step: int
@@ -51,26 +51,6 @@ class TrainState:
     recipe: str
     generators: dict[str, Tensor] = field(default_factory=dict)
     buffer: list[BufferEntry] = field(default_factory=list)
-    scheduler: dict = field(default_factory=dict)
-    config: dict = field(default_factory=dict)
-
-
-def generator_states(generators: Mapping[str, torch.Generator]) -> dict[str, Tensor]:
-    """States of the generators by name, uint8 on the CPU."""
-    return {name: generator.get_state() for name, generator in generators.items()}
-
-
-def restore_generators(
-    generators: Mapping[str, torch.Generator], states: Mapping[str, Tensor]
-) -> None:
-    """Sets every generator to its saved state. Raises ValueError if the names differ."""
-    if generators.keys() != states.keys():
-        raise ValueError(
-            f"the checkpoint holds generators {sorted(states)}, this run has {sorted(generators)} "
-            "(--resume_from)"
-        )
-    for name, generator in generators.items():
-        generator.set_state(states[name])
 
 
 def checkpoint_folder(run_dir: str | Path, step: int) -> Path:
@@ -109,7 +89,6 @@ def save_checkpoint(
     def finish() -> None:
         record = {
             "world_size": context.world_size,
-            "learning_rates": _learning_rates(optimizer),
             **{name: getattr(state, name) for name in _shared_fields()},
         }
         write_text_atomic(partial / STATE_FILE, json.dumps(record, indent=2) + "\n")
@@ -143,8 +122,6 @@ def load_checkpoint(
     _prepare_adam(model, optimizer, saved)
     tensors = _model_tensors(model) | _adam_tensors(model, optimizer)
     _on_all(context, what, lambda: _read_tensors(folder / TENSOR_FOLDER, tensors))
-    for group, rates in zip(optimizer.param_groups, record["learning_rates"], strict=True):
-        group.update(rates)
     own = _on_all(context, what, lambda: _read_rank_file(_rank_file(folder, context)))
     state = TrainState(**{name: record[name] for name in _shared_fields()}, **own)
     for name, now in (("total_steps", total_steps), ("recipe", recipe)):
@@ -284,13 +261,6 @@ def _collective(function: Callable, tensors: dict[str, Tensor], folder: Path) ->
     except dcp.CheckpointException as error:  # a BaseException, its text a page of tracebacks
         causes = {rank: repr(cause) for rank, (cause, _) in error.failures.items()}
         raise RuntimeError(f"tensors by rank: {causes}") from error
-
-
-def _learning_rates(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
-    keys = ("lr", "initial_lr")
-    return [
-        {key: float(group[key]) for key in keys if key in group} for group in optimizer.param_groups
-    ]
 
 
 # A rank's own part: plain containers, numbers, text and bytes, so that it loads as data only.
