@@ -8,8 +8,8 @@ class PromptSampler:
 
     A step has an epoch. One generator, seeded `data_seed + epoch`, draws `world_size` distinct
     prompts and then shuffles them; a policy group takes the entry of its number. The epoch is the
-    step. Where `epoch_lags` (see `Recipe`) it is behind by two draws, that is by four steps, and stops
-    at 0: steps 0, 2 and 4 see the same prompts.
+    step. Where `epoch_lags` (see `Recipe`) it is two draws, that is four steps, behind and stops at
+    0: steps 0, 2 and 4 see the same prompts.
 
     Raises ValueError for fewer prompts than ranks, and for ranks that do not divide into policy
     groups.
