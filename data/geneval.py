@@ -1,11 +1,11 @@
 """GenEval prompt files: typed records, and a reader that refuses a bad line with its number."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
+from data import safe_json
 from data.vocabulary import COLORS, RELATIONS, TAGS, canonical_class
 
 
@@ -72,8 +72,8 @@ def parse_line(
     """
     where = f"{path}, line {line_number}"
     try:
-        raw = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        raw = safe_json.loads(text)
+    except ValueError as error:
         raise ValueError(f"{where}: not JSON: {error}") from error
     return parse_prompt(raw, where, require_clauses)
 

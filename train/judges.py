@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from data import safe_json
 from train.reward_endpoints import Endpoint
 from train.reward_http import Exchange, HttpReply, HttpRequest, Sample
 from train.reward_wire import RewardAnswerError, Scores, excerpt
@@ -154,8 +155,8 @@ def _requirements(metadata: Mapping) -> list[str]:
 
 def _message_text(body: bytes) -> str:
     try:
-        content = json.loads(body)["choices"][0]["message"]["content"]
-    except (KeyError, IndexError, TypeError, RecursionError) as error:
+        content = safe_json.loads(body)["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError) as error:
         raise ValueError("it is not a chat completion") from error
     if isinstance(content, list):
         content = "".join(
@@ -173,9 +174,7 @@ def _answer_object(text: str) -> dict:
     text = _THOUGHT.sub("", text, count=1).strip()
     fenced = _FENCE.match(text)
     try:
-        answer = json.loads(fenced.group(1) if fenced else text)
-    except RecursionError as error:
-        raise ValueError("JSON nested too deeply") from error
+        answer = safe_json.loads(fenced.group(1) if fenced else text)
     except ValueError as error:
         raise ValueError(f"the message is not one JSON object ({error})") from error
     if not isinstance(answer, dict):

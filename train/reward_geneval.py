@@ -1,7 +1,6 @@
 """The GenEval wire format as a reward protocol: JSON where it is offered, else pickle."""
 
-import json
-
+from data import safe_json
 from train.reward_endpoints import Endpoint
 from train.reward_http import (
     GATEWAY_STATUSES,
@@ -49,8 +48,8 @@ class GenevalProtocol:
 
 def _formats(body: bytes) -> list:
     try:
-        record = json.loads(body)
-    except (ValueError, RecursionError):
+        record = safe_json.loads(body)
+    except ValueError:
         return []
     formats = record.get("formats") if isinstance(record, dict) else None
     return formats if isinstance(formats, list) else []

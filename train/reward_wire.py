@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from PIL import Image
 
+from data import safe_json
 from train import safe_pickle
 
 FORMATS = ("json", "pickle")
@@ -182,9 +183,7 @@ def _numbers(record: dict, name: str, num_images: int) -> list[float]:
 
 def _parse_json(body: bytes) -> object:
     try:
-        return json.loads(body)
-    except RecursionError as error:
-        raise ValueError("JSON nested too deeply") from error
+        return safe_json.loads(body)
     except ValueError as error:
         raise ValueError(f"neither pickle nor JSON: {error}") from error
 

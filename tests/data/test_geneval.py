@@ -79,7 +79,7 @@ def test_position_may_point_to_any_earlier_include():
 
 BAD_LINES = {
     "not JSON": ("{", "not JSON"),
-    "nested without end": ("[" * 100_000, "not JSON"),
+    "nested without end": ("[" * 100_000, "not JSON: nested too deeply"),
     "number with too many digits": ("9" * 5000, "not JSON"),
     "two objects": (line() + line(), "not JSON"),
     "list": ("[]", "expected a JSON object, got list"),

@@ -241,7 +241,7 @@ def test_bad_metadata_are_refused(url, meta, message):
         (b"\x80\x04.", PICKLE, 400, "empty stack"),
         (pickle.dumps({"images": [], "meta_datas": []}), PICKLE, 400, "at least one image"),
         (b'{"images": [], "meta_datas": []}', "application/json", 400, "at least one image"),
-        (b"[" * 100_000, "application/json", 400, "nested too deeply|neither pickle nor JSON"),
+        (b"[" * 100_000, "application/json", 400, "nested too deeply"),
         (b"{}", PICKLE, 400, "pickle"),
         (b"{}", "text/plain", 415, "'text/plain' is not one of"),
         (b"a=1", "application/x-www-form-urlencoded", 415, "is not one of"),

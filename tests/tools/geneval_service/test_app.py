@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import pickletools
 
 import pytest
 from PIL import Image
@@ -160,6 +161,15 @@ def test_a_refusal_quotes_no_megabytes(client):
         answer = client.post("/", data=body % include, content_type="application/json")
         status, error = refusal(answer)
         assert status == 400 and 0 < len(error) < 700
+
+
+def test_deep_metadata_in_a_pickle_are_refused(client):
+    record = {"images": [b""], "meta_datas": [{**cats(), "include": "HERE"}]}
+    body = pickletools.optimize(pickle.dumps(record, protocol=3))
+    nested = b"]" * 30000 + b"a" * 29999  # empty lists, each then put into the one before
+    body = body.replace(b"X\x04\x00\x00\x00HERE", nested)
+    answer = client.post("/", data=body, content_type="application/octet-stream")
+    assert refusal(answer) == (400, "image 0: metadata are nested too deeply")
 
 
 @pytest.mark.parametrize(
