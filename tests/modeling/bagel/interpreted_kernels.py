@@ -223,6 +223,7 @@ def few_queries() -> None:
     for queries, capacity, used in (
         (1, 100, [1, 100, 64]),
         (1, 700, [3, 700, 257]),
+        (1, 2500, [2500, 2049, 40]),
         (2, 300, [128, 129, 300]),
     ):
         q = torch.randn(3 * queries, 14, 32)
