@@ -1,4 +1,4 @@
-"""Where a captured text turn and a captured flow forward spend their time, kernel by kernel.
+"""Where a captured text turn and captured flow forwards spend their time, kernel by kernel.
 
     python -m tools.profile_rollout --layers 28 --json OUT.json
 
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from modeling.bagel import noise_forward
 from modeling.bagel.context import Contexts
 from modeling.bagel.flow import FlowBranches
 from modeling.bagel.text_turn import TurnProgram, TurnSource
@@ -27,8 +28,8 @@ def prefix(bench: Bench, mode: str, room: int) -> Contexts:
     """Contexts with a prompt of usual length and space for `room` more tokens."""
     controller = bench.controllers[mode]
     tokens = controller.tokenizer.encode(PROMPT["prompt"] * 8)
-    contexts = controller.empty_contexts(SAMPLES, len(tokens) + 2 + room)
-    contexts.add_text([tokens] * SAMPLES)
+    contexts = controller.empty_contexts(bench.samples, len(tokens) + 2 + room)
+    contexts.add_text([tokens] * bench.samples)
     return contexts
 
 
@@ -37,7 +38,7 @@ def text_turn(bench: Bench, mode: str) -> Callable[[], None]:
     controller = bench.controllers[mode]
     contexts = prefix(bench, mode, room=TURNS * 3)
     generator = torch.Generator(device=contexts.device).manual_seed(0)
-    program = TurnProgram(SAMPLES, controller.config.generate.sampling, contexts.device)
+    program = TurnProgram(bench.samples, controller.config.generate.sampling, contexts.device)
     program.load(TurnSource(contexts, contexts.weights(), generator), contexts.rows)
     program.state.tokens.fill_(contexts.special.bos)
     program.run()
@@ -51,11 +52,24 @@ def flow_forward(bench: Bench, mode: str) -> Callable[[], None]:
     contexts = prefix(bench, mode, room=TOKENS + 2)
     grid = controller.latent_grid(controller.config.image_size)
     forwards = controller.execution.make_forwards(FlowBranches(contexts), grid)
-    x = torch.randn(SAMPLES, TOKENS, 64, device=contexts.device, dtype=torch.bfloat16)
+    x = torch.randn(bench.samples, TOKENS, 64, device=contexts.device, dtype=torch.bfloat16)
     t = torch.tensor(0.7, device=contexts.device)
     for _ in range(2):
         forwards(x, t, False)
     return lambda: forwards(x, t, False)
+
+
+def guided_step(bench: Bench, mode: str) -> Callable[[], None]:
+    """A replay of the forwards of two branches, joint or one after the other."""
+    controller = bench.controllers[mode]
+    branches = FlowBranches(*(prefix(bench, mode, room=TOKENS + 2) for _ in range(2)))
+    grid = controller.latent_grid(controller.config.image_size)
+    forwards = controller.execution.make_forwards(branches, grid)
+    x = torch.randn(bench.samples, TOKENS, 64, device="cuda", dtype=torch.bfloat16)
+    t = torch.tensor(0.7, device="cuda")
+    for _ in range(2):
+        forwards(x, t, True)
+    return lambda: forwards(x, t, True)
 
 
 def milliseconds(work: Callable[[], None], count: int) -> float:
@@ -117,20 +131,29 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--modes", default="exact", help="commas between several, none eager")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="that roll together")
+    parser.add_argument(
+        "--joint-rows",
+        type=int,
+        default=noise_forward.MAX_JOINT_ROWS,
+        help="gen tokens up to which branches go through one forward",
+    )
     parser.add_argument("--rows", type=int, default=24, help="kernels to list")
     parser.add_argument("--json", type=Path, help="where the figures go")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("error: no GPU: this command times real widths", file=sys.stderr)
         return 2
-    modes, record = args.modes.split(","), {"layers": args.layers}
+    noise_forward.MAX_JOINT_ROWS = args.joint_rows
+    modes, record = args.modes.split(","), {"layers": args.layers, "samples": args.samples}
     with torch.no_grad():
-        bench = build(args.layers, modes)
-        record["floors"] = floors(bench.model.config)
+        bench = build(args.layers, modes, args.samples)
+        record["floors"] = floors(bench.model.config, args.samples)
         for mode in modes:
             for name, make, count in (
                 ("text turn", text_turn, TURNS),
                 ("flow forward", flow_forward, FORWARDS),
+                ("guided step", guided_step, FORWARDS),
             ):
                 work = make(bench, mode)
                 ms = milliseconds(work, count)
