@@ -231,6 +231,15 @@ def compare(bench: Bench, mode: str, num_steps: int) -> dict[str, list[str]]:
     return found
 
 
+def prefix(bench: Bench, mode: str, rows: int, room: int) -> Contexts:
+    """Contexts with a prompt of usual length and space for `room` more tokens."""
+    controller = bench.controllers[mode]
+    tokens = controller.tokenizer.encode(PROMPT["prompt"] * 8)
+    contexts = controller.empty_contexts(rows, len(tokens) + 2 + room)
+    contexts.add_text([tokens] * rows)
+    return contexts
+
+
 @torch.no_grad()
 def drift(bench: Bench) -> dict[str, float]:
     """How far logits of the fast mode are from eager ones, as ||difference|| / ||eager||.
@@ -239,10 +248,7 @@ def drift(bench: Bench) -> dict[str, float]:
     """
 
     def logits(mode: str, rows: int) -> torch.Tensor:
-        controller = bench.controllers[mode]
-        tokens = controller.tokenizer.encode(PROMPT["prompt"] * 8)
-        contexts = controller.empty_contexts(rows, len(tokens) + 3)
-        contexts.add_text([tokens] * rows)
+        contexts = prefix(bench, mode, rows, room=1)
         hidden = contexts.feed_text(contexts.rows, [[contexts.special.bos]] * rows)
         return contexts.text_logits(hidden)[0].float()
 

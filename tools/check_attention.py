@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from modeling.bagel.attention import (
     CacheRead,
     cache_read,
     cached_attention,
+    flash_cached_attention,
     forest_attention,
     varlen_attention,
 )
@@ -104,17 +106,9 @@ def time_cached(queries: int, used: int) -> dict:
     keys, values = (draw(4, capacity, KV_HEADS, HEAD_SIZE, seed=i).bfloat16() for i in (11, 12))
     read = _read([0, 1, 2, 3], [queries] * 4, [used] * 4, capacity, queries == 1)
 
-    def flash() -> Tensor:
-        return torch.ops.aten._flash_attention_forward(
-            *(q, keys.flatten(0, 1), values.flatten(0, 1)),
-            *(read.query_bounds, read.key_starts, queries, capacity),
-            *(0.0, read.causal, False),
-            seqused_k=read.keys_used,
-        )
-
     own, theirs = (
-        do_bench_cudagraph(work, return_mode="median") * 1e3
-        for work in (lambda: cached_attention(q, keys, values, read), flash)
+        do_bench_cudagraph(partial(attend, q, keys, values, read), return_mode="median") * 1e3
+        for attend in (cached_attention, flash_cached_attention)
     )
     rate = 4 * 4 * queries * used * HEADS * HEAD_SIZE / own / 1e6
     print(f"{queries:>5} queries, {used:>5} keys: {own:>7.1f} us, flash {theirs:>7.1f} us", end="")

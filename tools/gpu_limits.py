@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ import torch
 from tools.bench_rollout import SAMPLES, TOKENS
 from tools.make_random_checkpoint import LLM
 from tools.operator_check import copy_rate
+from tools.profile_rollout import milliseconds
 
 BURST_MS, PAUSE_S, SUSTAINED_S, SAMPLE_MS = 30.0, 1.0, 2.0, 100
 QUERY = "clocks.sm,clocks.max.sm,power.draw,power.limit"
@@ -70,20 +72,9 @@ class Watch:
         }
 
 
-def run_for(work, milliseconds: float) -> float:
+def run_for(work: Callable[[], None], duration_ms: float) -> float:
     """Mean milliseconds of a run, over runs that fill the given time without a wait between."""
-    start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-    start.record()
-    work()
-    middle.record()
-    torch.cuda.synchronize()
-    count = max(3, round(milliseconds / start.elapsed_time(middle)))
-    start.record()
-    for _ in range(count):
-        work()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / count
+    return milliseconds(work, max(3, round(duration_ms / milliseconds(work, 1))))
 
 
 def measure(outs: int, inner: int) -> dict[str, float]:

@@ -176,7 +176,7 @@ def product_cases(rows: int) -> Iterator[Case]:
 
 
 def few_norm_case(rows: int) -> Case:
-    """The fast grade's norm, against the module and fp32."""
+    """The fast grade's norm, against PyTorch's own and fp32."""
     x, delta = (draw((rows, HIDDEN), "normal", rows + i) for i in (0, 1))
     module = norm_module(HIDDEN, 2)
 

@@ -11,32 +11,23 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from modeling.bagel import noise_forward
-from modeling.bagel.context import Contexts
 from modeling.bagel.flow import FlowBranches
 from modeling.bagel.text_turn import TurnProgram, TurnSource
-from tools.bench_rollout import PROMPT, SAMPLES, TOKENS, Bench, build, floors
+from tools.bench_rollout import SAMPLES, TOKENS, Bench, build, floors, prefix
 
 TURNS, FORWARDS, TRACED = 100, 20, 4
-
-
-def prefix(bench: Bench, mode: str, room: int) -> Contexts:
-    """Contexts with a prompt of usual length and space for `room` more tokens."""
-    controller = bench.controllers[mode]
-    tokens = controller.tokenizer.encode(PROMPT["prompt"] * 8)
-    contexts = controller.empty_contexts(bench.samples, len(tokens) + 2 + room)
-    contexts.add_text([tokens] * bench.samples)
-    return contexts
 
 
 def text_turn(bench: Bench, mode: str) -> Callable[[], None]:
     """A replay of one captured turn of all samples; the state moves on as in a decode."""
     controller = bench.controllers[mode]
-    contexts = prefix(bench, mode, room=TURNS * 3)
+    contexts = prefix(bench, mode, bench.samples, room=TURNS * 3)
     generator = torch.Generator(device=contexts.device).manual_seed(0)
     program = TurnProgram(bench.samples, controller.config.generate.sampling, contexts.device)
     program.load(TurnSource(contexts, contexts.weights(), generator), contexts.rows)
@@ -46,30 +37,18 @@ def text_turn(bench: Bench, mode: str) -> Callable[[], None]:
     return captured.replay
 
 
-def flow_forward(bench: Bench, mode: str) -> Callable[[], None]:
-    """A replay of one captured forward of one branch."""
+def flow_step(bench: Bench, mode: str, is_guided: bool) -> Callable[[], None]:
+    """A replay of a step's forwards: of one branch, or of two, joint or one after the other."""
     controller = bench.controllers[mode]
-    contexts = prefix(bench, mode, room=TOKENS + 2)
+    count = 2 if is_guided else 1
+    branches = (prefix(bench, mode, bench.samples, room=TOKENS + 2) for _ in range(count))
     grid = controller.latent_grid(controller.config.image_size)
-    forwards = controller.execution.make_forwards(FlowBranches(contexts), grid)
-    x = torch.randn(bench.samples, TOKENS, 64, device=contexts.device, dtype=torch.bfloat16)
-    t = torch.tensor(0.7, device=contexts.device)
-    for _ in range(2):
-        forwards(x, t, False)
-    return lambda: forwards(x, t, False)
-
-
-def guided_step(bench: Bench, mode: str) -> Callable[[], None]:
-    """A replay of the forwards of two branches, joint or one after the other."""
-    controller = bench.controllers[mode]
-    branches = FlowBranches(*(prefix(bench, mode, room=TOKENS + 2) for _ in range(2)))
-    grid = controller.latent_grid(controller.config.image_size)
-    forwards = controller.execution.make_forwards(branches, grid)
+    forwards = controller.execution.make_forwards(FlowBranches(*branches), grid)
     x = torch.randn(bench.samples, TOKENS, 64, device="cuda", dtype=torch.bfloat16)
     t = torch.tensor(0.7, device="cuda")
     for _ in range(2):
-        forwards(x, t, True)
-    return lambda: forwards(x, t, True)
+        forwards(x, t, is_guided)
+    return lambda: forwards(x, t, is_guided)
 
 
 def milliseconds(work: Callable[[], None], count: int) -> float:
@@ -94,24 +73,23 @@ def trace(work: Callable[[], None], count: int) -> dict:
         for _ in range(count):
             work()
         torch.cuda.synchronize()
-    spans, names, timeline = [], {}, []
+    names, timeline = {}, []
     for event in profiler.events():
         if event.device_type != torch.autograd.DeviceType.CUDA:
             continue
-        spans.append((event.time_range.start, event.time_range.end))
-        timeline.append((event.time_range.start, event.time_range.end, short_name(event.name)))
-        entry = names.setdefault(short_name(event.name), [0, 0.0])
+        first, last, name = event.time_range.start, event.time_range.end, short_name(event.name)
+        timeline.append((first, last, name))
+        entry = names.setdefault(name, [0, 0.0])
         entry[0] += 1
-        entry[1] += event.time_range.end - event.time_range.start
-    spans.sort()
+        entry[1] += last - first
     timeline.sort()
-    busy, end = 0.0, spans[0][0]
-    for first, last in spans:
+    busy, end = 0.0, timeline[0][0]
+    for first, last, _ in timeline:
         busy += max(0.0, last - max(first, end))
         end = max(end, last)
     rows = sorted(names.items(), key=lambda item: -item[1][1])
     return {
-        "span_us": (end - spans[0][0]) / count,
+        "span_us": (end - timeline[0][0]) / count,
         "busy_us": busy / count,
         "timeline": timeline[-len(timeline) // count :],
         "kernels": [
@@ -152,8 +130,8 @@ def main(argv: list[str] | None = None) -> int:
         for mode in modes:
             for name, make, count in (
                 ("text turn", text_turn, TURNS),
-                ("flow forward", flow_forward, FORWARDS),
-                ("guided step", guided_step, FORWARDS),
+                ("flow forward", partial(flow_step, is_guided=False), FORWARDS),
+                ("guided step", partial(flow_step, is_guided=True), FORWARDS),
             ):
                 work = make(bench, mode)
                 ms = milliseconds(work, count)

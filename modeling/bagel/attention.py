@@ -128,19 +128,26 @@ def _cached_on_gpu(
             return few_queries_attention(q, *flat, *where, capacity, out)
         if fits_image(queries, q):
             return image_attention(q, *flat, *where, out)
-    result = torch.ops.aten._flash_attention_forward(
+    result = flash_cached_attention(q, keys, values, read)
+    return result if out is None else out.copy_(result)
+
+
+def flash_cached_attention(q: Tensor, keys: Tensor, values: Tensor, read: CacheRead) -> Tensor:
+    """`cached_attention` by PyTorch's flash kernel, on a GPU, for any lengths."""
+    return torch.ops.aten._flash_attention_forward(
         q,
-        *flat,
+        keys.flatten(0, 1),
+        values.flatten(0, 1),
         read.query_bounds,
         read.key_starts,
-        queries,
-        capacity,
+        max(read.query_lengths),
+        # The capacity, not the fill: the kernel splits keys by it, and sums in another order.
+        keys.shape[1],
         0.0,
         read.causal,
         False,
         seqused_k=read.keys_used,
     )[0]
-    return result if out is None else out.copy_(result)
 
 
 AttendForest = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -10,13 +10,14 @@ size.
 """
 
 import math
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from modeling.bagel.layers import once_per_device
 
 MAX_FEW = 16
 """Query rows of a KV head (queries times heads that share it) that one program holds."""
@@ -36,6 +37,19 @@ def _online_softmax(scores, values, acc, top, total):
     total = total * shrink + tl.sum(weights, axis=1)
     acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None])
     return acc, new_top, total
+
+
+@triton.jit
+def _load_filled(
+    key_ptr, value_ptr, offset, at, inside, KV_HEADS: tl.constexpr, H: tl.constexpr
+):
+    """Keys [H, B] and values [B, H] of one head at positions `at`, zero where not `inside`."""
+    lane = tl.arange(0, H)
+    key_places = offset + at[None, :] * (KV_HEADS * H) + lane[:, None]
+    keys = tl.load(key_ptr + key_places, mask=inside[None, :], other=0.0)
+    value_places = offset + at[:, None] * (KV_HEADS * H) + lane[None, :]
+    values = tl.load(value_ptr + value_places, mask=inside[:, None], other=0.0)
+    return keys, values
 
 
 @triton.jit
@@ -77,10 +91,7 @@ def _few_queries_kernel(
         for first in tl.static_range(0, SPLIT, BLOCK):
             at = split * SPLIT + first + tl.arange(0, BLOCK)
             inside = at < used
-            key_places = offset + at[None, :] * (KV_HEADS * H) + lane[:, None]
-            keys = tl.load(key_ptr + key_places, mask=inside[None, :], other=0.0)
-            value_places = offset + at[:, None] * (KV_HEADS * H) + lane[None, :]
-            values = tl.load(value_ptr + value_places, mask=inside[:, None], other=0.0)
+            keys, values = _load_filled(key_ptr, value_ptr, offset, at, inside, KV_HEADS, H)
             # Finite, so that a block without keys leaves the sums as they are and makes no NaN.
             scores = tl.where(inside[None, :], tl.dot(q, keys) * scale, -1e30)
             acc, top, total = _online_softmax(scores, values, acc, top, total)
@@ -216,12 +227,11 @@ def few_queries_attention(
     return out
 
 
-@cache
+@once_per_device
 def _locks(device: torch.device) -> Tensor:
     """Counters of ended splits, zero between launches: the last program of a pair resets its own.
 
     All launches share them: within a pass they follow each other, on one stream, and passes do.
-    Made by the eager pass that comes before every capture, so never inside a graph's memory.
     """
     return torch.zeros(MAX_LOCKS, dtype=torch.int32, device=device)
 
@@ -263,10 +273,7 @@ def _image_kernel(
         at = whole + tl.arange(0, BLOCK)
         inside = at < used
         offset = start.to(tl.int64) * (KV_HEADS * H) + kv_head * H
-        key_places = offset + at[None, :] * (KV_HEADS * H) + lane[:, None]
-        keys = tl.load(key_ptr + key_places, mask=inside[None, :], other=0.0)
-        value_places = offset + at[:, None] * (KV_HEADS * H) + lane[None, :]
-        values = tl.load(value_ptr + value_places, mask=inside[:, None], other=0.0)
+        keys, values = _load_filled(key_ptr, value_ptr, offset, at, inside, KV_HEADS, H)
         scores = tl.where(inside[None, :], tl.dot(q, keys) * scale, float("-inf"))
         acc, top, total = _online_softmax(scores, values, acc, top, total)
     rows = first + tl.arange(0, QUERIES)

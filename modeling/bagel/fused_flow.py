@@ -78,10 +78,14 @@ class FusedStack:
         return shared.normed
 
     def project(self, x: Tensor, linear: torch.nn.Linear) -> Tensor:
-        """A product of few rows [M, K] with a weight without bias: [M, N]."""
-        if self.is_fast and few_rows.fits(x.shape[0], linear.weight):
-            return few_rows.linear(x, linear.weight)
-        return linear(x)
+        """The product of x [M, K] with a linear layer without bias: [M, N]."""
+        return _multiply(x, linear, self.is_fast)
+
+
+def _multiply(x: Tensor, linear: torch.nn.Linear, is_fast: bool) -> Tensor:
+    if is_fast and few_rows.fits(x.shape[0], linear.weight):
+        return few_rows.linear(x, linear.weight)
+    return linear(x)
 
 
 def _spans(append: CacheAppend, experts: ExpertOrder) -> tuple[list[Span], list[Span]]:
@@ -147,9 +151,11 @@ class _Part:
     def finish(self, layer: DecoderLayer, following: DecoderLayer | None) -> None:
         """From the attention of one layer to the projections of the following one."""
         shared, mlp = self.shared, getattr(layer, "mlp" + self.suffix)
-        delta = self._multiply(self._attend(), self._linear(layer.self_attn, "o_proj"))
+        o_proj = self._linear(layer.self_attn, "o_proj")
+        delta = _multiply(self._attend(), o_proj, shared.is_fast)
         self._add_and_norm(delta, layer, "post_attention_layernorm")
-        delta = self._multiply(self._swiglu(mlp.gate_proj, mlp.up_proj), mlp.down_proj)
+        inner = self._swiglu(mlp.gate_proj, mlp.up_proj)
+        delta = _multiply(inner, mlp.down_proj, shared.is_fast)
         if following is None:
             self._add_and_norm(delta, shared.decoder, "norm")
             return
@@ -158,12 +164,15 @@ class _Part:
 
     def _attend(self) -> Tensor:
         """Attention of all spans, each over its own cache: [rows, N * H]."""
-        shared, first = self.shared, self.rows.start
+        shared = self.shared
         out = torch.empty_like(shared.queries[self.rows])
         for rows, run in self.spans:
-            target = out[rows.start - first : rows.stop - first]
-            run.attend(shared.index, shared.queries[rows], target)
+            run.attend(shared.index, shared.queries[rows], out[self._own(rows)])
         return out.flatten(1)
+
+    def _own(self, rows: slice) -> slice:
+        """Rows of the pass, counted from the first one of this part."""
+        return slice(rows.start - self.rows.start, rows.stop - self.rows.start)
 
     def _linear(self, owner: torch.nn.Module, name: str) -> torch.nn.Linear:
         return getattr(owner, name + self.suffix)
@@ -181,18 +190,13 @@ class _Part:
         rows = self.x.shape[0]
         return self.shared.is_fast and all(few_rows.fits(rows, each.weight) for each in linears)
 
-    def _multiply(self, x: Tensor, linear: torch.nn.Linear) -> Tensor:
-        if self._has_own_product(linear):
-            return few_rows.linear(x, linear.weight)
-        return torch.mm(x, linear.weight.t())
-
     def _swiglu(self, gate: torch.nn.Linear, up: torch.nn.Linear) -> Tensor:
         if self._has_own_product(gate, up):
             return few_rows.swiglu(self.normed, gate.weight, up.weight)
         return silu_mul(*self._apply([gate, up]))
 
     def _project_heads(self, layer: DecoderLayer, index: int) -> None:
-        shared, module, first = self.shared, layer.self_attn, self.rows.start
+        shared, module = self.shared, layer.self_attn
         linears = self._heads(layer)
         if self._has_own_product(*linears):
             weights, biases = zip(*((each.weight, each.bias) for each in linears), strict=True)
@@ -202,7 +206,7 @@ class _Part:
         rounding = shared.rotary.rounding
         norms = tuple(getattr(module, f"{name}_norm{self.suffix}").weight for name in "qk")
         for rows, run in self.spans:
-            own = slice(rows.start - first, rows.stop - first)
+            own = self._own(rows)
             qk_norm_rope_store(
                 tuple(projection[own] for projection in projections),
                 norms,
