@@ -3,18 +3,18 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from modeling.bagel.bagel import Bagel
-from modeling.bagel.cache import CacheSpec, KvCache
+from modeling.bagel.bagel import Bagel, Wanted
+from modeling.bagel.cache import CacheAppend, CacheSpec, KvCache
 from modeling.bagel.config import ImageSize
 from modeling.bagel.context import ConditionImage, Contexts, SpecialTokens
-from modeling.bagel.qwen2_navit import QkRounding
+from modeling.bagel.qwen2_navit import Decoder, ExpertOrder, QkRounding, Rotary
 from modeling.bagel.tokenizer import BagelTokenizer, load_tokenizer
 from modeling.bagel.weights import (
     check_header,
@@ -51,9 +51,7 @@ def tiny_tokenizer() -> BagelTokenizer:
 
 def special_tokens() -> SpecialTokens:
     tokenizer = tiny_tokenizer()
-    return SpecialTokens(
-        tokenizer.bos, tokenizer.eos, tokenizer.vision_start, tokenizer.vision_end
-    )
+    return SpecialTokens(tokenizer.bos, tokenizer.eos, tokenizer.vision_start, tokenizer.vision_end)
 
 
 @cache
@@ -89,6 +87,29 @@ def cache_spec(rows: int, capacity: int = 96) -> CacheSpec:
 def contexts_over(cache: KvCache, rounding: QkRounding | None = None) -> Contexts:
     """Contexts of the tiny model over a given cache."""
     return Contexts(tiny_model(), cache, special_tokens(), rounding or QkRounding())
+
+
+class PoisonedStack:
+    """Runs the layers eagerly where a GPU has a fused stack; unwanted rows come back as NaN."""
+
+    def run(
+        self,
+        decoder: Decoder,
+        x: Tensor,
+        experts: ExpertOrder,
+        rotary: Rotary,
+        append: CacheAppend,
+        wanted: Wanted = Wanted.ALL,
+    ) -> Tensor:
+        for index, layer in enumerate(decoder.layers):
+            x = layer.run(x, experts, rotary, partial(append.attend, index))
+        x = decoder.final_norm(x, experts)
+        first = {Wanted.ALL: 0, Wanted.GEN: experts.num_und, Wanted.NONE: x.shape[0]}[wanted]
+        x[:first] = float("nan")
+        return x
+
+    def project(self, x: Tensor, linear: torch.nn.Linear) -> Tensor:
+        return linear(x)
 
 
 def condition_image(seed: int = 0) -> ConditionImage:

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modeling.bagel import few_rows
+from modeling.bagel import few_rows, many_rows
+from modeling.bagel.context import INVARIANT_ROWS
 from modeling.bagel.fused_ops import add_rms_norm, qk_norm_rope_store, rms_norm, silu_mul
 from modeling.bagel.layers import RMSNorm, rotary_table
 from modeling.bagel.qwen2_navit import Attention
@@ -99,6 +100,38 @@ def silu_case(rows: int, distribution: str) -> Case:
     return Case(name, lambda: [silu_mul(gate, up)], twin, 3 * gate.nbytes)
 
 
+def every_silu_case() -> Case:
+    """All values of bf16, infinities and NaN among them."""
+    codes = torch.arange(2**16, device="cuda", dtype=torch.int32)
+    gate = codes.to(torch.int16).view(torch.bfloat16)
+    up = torch.ones_like(gate)
+    return Case(
+        "silu_mul of every bf16 value",
+        lambda: [silu_mul(gate, up)],
+        lambda: [F.silu(gate) * up],
+        3 * gate.nbytes,
+    )
+
+
+def gated_case(rows: int, distribution: str, is_up_first: bool) -> Case:
+    """Gate and up products with SwiGLU, against cuBLAS; either weight may lie first in memory."""
+    x = draw((rows, HIDDEN), distribution, rows)
+    weights = torch.stack([draw((MLP, HIDDEN), "normal", i) for i in (6, 7)]) * 0.02
+    gate, up = weights.flip(0) if is_up_first else weights
+    assert many_rows.fits(x, gate, up)
+
+    def run() -> list[Tensor]:
+        poisoned(rows, MLP)  # freed at once: the result takes its memory
+        return [many_rows.swiglu(x, gate, up)]
+
+    return Case(
+        f"many_rows.swiglu {rows} {distribution}{' up first' if is_up_first else ''}",
+        run,
+        lambda: [F.silu(x @ gate.t()) * (x @ up.t())],
+        2 * weights.nbytes,
+    )
+
+
 def qk_case(rows: int, distribution: str, early: bool) -> Case:
     q = draw((rows, HEADS * HEAD_SIZE), distribution, rows)
     k, v = (draw((rows, KV_HEADS * HEAD_SIZE), distribution, rows + i) for i in (1, 2))
@@ -145,9 +178,7 @@ def product_cases(rows: int) -> Iterator[Case]:
     gate, up = (draw((MLP, HIDDEN), "normal", i) * 0.02 for i in (6, 7))
 
     def project(cast: Callable) -> list[Tensor]:
-        return [
-            F.linear(cast(x), cast(w), cast(b)) for w, b in zip(heads, biases, strict=True)
-        ]
+        return [F.linear(cast(x), cast(w), cast(b)) for w, b in zip(heads, biases, strict=True)]
 
     def gated(cast: Callable) -> list[Tensor]:
         return [F.silu(cast(x) @ cast(gate).t()) * (cast(x) @ cast(up).t())]
@@ -215,6 +246,10 @@ def cases(rows: tuple[int, ...], distributions: tuple[str, ...]) -> Iterator[Cas
             yield silu_case(count, distribution)
             for early in (False, True):
                 yield qk_case(count, distribution, early)
+            if count >= INVARIANT_ROWS:
+                yield gated_case(count, distribution, is_up_first=False)
+        if count >= INVARIANT_ROWS:
+            yield gated_case(count, "normal", is_up_first=True)
         yield norm_case(count, "normal", strided=True)
 
 

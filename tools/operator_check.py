@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 from triton.testing import do_bench
 
-from tools.operator_cases import DISTRIBUTIONS, Case, cases, fast_cases, same_bits
+from tools.operator_cases import (
+    DISTRIBUTIONS,
+    Case,
+    cases,
+    every_silu_case,
+    fast_cases,
+    same_bits,
+)
 
 COPY_BYTES = 2 * 2**31
 
@@ -70,7 +77,8 @@ def main(description: str, rows: tuple[int, ...], timed_rows: tuple[int, ...]) -
         print("error: no GPU: the kernels run interpreted in the tests", file=sys.stderr)
         return 2
     with torch.no_grad():
-        checked = [check(case) for case in cases(rows, DISTRIBUTIONS)]
+        checked = [check(every_silu_case())]
+        checked += [check(case) for case in cases(rows, DISTRIBUTIONS)]
         checked += [check(case) for case in fast_cases(rows)]
         failed = [record["name"] for record in checked if not record["passed"]]
         print(f"{len(checked)} cases, {len(failed)} failed")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from modeling.bagel import noise_forward
+from modeling.bagel import fused_flow
 from modeling.bagel.flow import FlowBranches
 from modeling.bagel.text_turn import TurnProgram, TurnSource
 from tools.bench_rollout import SAMPLES, TOKENS, Bench, build, floors, prefix
@@ -38,7 +38,7 @@ def text_turn(bench: Bench, mode: str) -> Callable[[], None]:
 
 
 def flow_step(bench: Bench, mode: str, is_guided: bool) -> Callable[[], None]:
-    """A replay of a step's forwards: of one branch, or of two, joint or one after the other."""
+    """A replay of a step's forward: of one branch, or of two."""
     controller = bench.controllers[mode]
     count = 2 if is_guided else 1
     branches = (prefix(bench, mode, bench.samples, room=TOKENS + 2) for _ in range(count))
@@ -91,10 +91,8 @@ def trace(work: Callable[[], None], count: int) -> dict:
     return {
         "span_us": (end - timeline[0][0]) / count,
         "busy_us": busy / count,
-        "timeline": timeline[-len(timeline) // count :],
         "kernels": [
-            {"name": name, "calls": calls / count, "us": us / count}
-            for name, (calls, us) in rows
+            {"name": name, "calls": calls / count, "us": us / count} for name, (calls, us) in rows
         ],
     }
 
@@ -111,10 +109,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--modes", default="exact", help="commas between several, none eager")
     parser.add_argument("--samples", type=int, default=SAMPLES, help="that roll together")
     parser.add_argument(
-        "--joint-rows",
+        "--part-rows",
         type=int,
-        default=noise_forward.MAX_JOINT_ROWS,
-        help="gen tokens up to which branches go through one forward",
+        default=fused_flow.PART_ROWS,
+        help="gen tokens of several branches that go through products together",
     )
     parser.add_argument("--rows", type=int, default=24, help="kernels to list")
     parser.add_argument("--json", type=Path, help="where the figures go")
@@ -122,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("error: no GPU: this command times real widths", file=sys.stderr)
         return 2
-    noise_forward.MAX_JOINT_ROWS = args.joint_rows
+    fused_flow.PART_ROWS = args.part_rows
     modes, record = args.modes.split(","), {"layers": args.layers, "samples": args.samples}
     with torch.no_grad():
         bench = build(args.layers, modes, args.samples)

@@ -4,6 +4,7 @@ One definition serves both sides: `forward` is the learner's packed pass, `exten
 cached pass. Shape letters: S packed tokens, D hidden, V vocabulary, P latent token (64).
 """
 
+from enum import Enum, auto
 from functools import partial
 from typing import Protocol
 
@@ -26,11 +27,28 @@ from modeling.bagel.qwen2_navit import (
 from modeling.bagel.siglip_navit import SiglipVit
 
 
+class Wanted(Enum):
+    """Whose final hidden states a pass is for; others need not be computed.
+
+    Keys and values of all new tokens are.
+    """
+
+    ALL = auto()
+    GEN = auto()
+    NONE = auto()
+
+
 class Stack(Protocol):
     """Runs all decoder layers of a rollout pass and the final norm in place of `extend`'s loop."""
 
     def run(
-        self, decoder: Decoder, x: Tensor, experts: ExpertOrder, rotary: Rotary, append: CacheAppend
+        self,
+        decoder: Decoder,
+        x: Tensor,
+        experts: ExpertOrder,
+        rotary: Rotary,
+        append: CacheAppend,
+        wanted: Wanted = Wanted.ALL,
     ) -> Tensor: ...
 
     def project(self, x: Tensor, linear: nn.Linear) -> Tensor:
@@ -126,6 +144,7 @@ class Bagel(nn.Module):
         append: CacheAppend,
         rounding: QkRounding,
         stack: Stack | None = None,
+        wanted: Wanted = Wanted.ALL,
     ) -> Tensor:
         """The rollout's pass: new tokens behind cached contexts, on resident weights.
 
@@ -136,13 +155,14 @@ class Bagel(nn.Module):
             append: where their keys and values go and what they see.
             rounding: where q and k are rounded.
             stack: what runs the layers; None runs them one by one, eagerly.
+            wanted: whose hidden states the caller reads; a stack may leave out the others.
 
         Returns:
-            [S, D], final-normed, in expert order.
+            [S, D], final-normed, in expert order; rows that are not wanted hold any values.
         """
         rotary = self.decoder.rotary(rope_ids, experts, rounding)
         if stack is not None:
-            return stack.run(self.decoder, x, experts, rotary, append)
+            return stack.run(self.decoder, x, experts, rotary, append, wanted)
         for index, layer in enumerate(self.decoder.layers):
             x = layer.run(x, experts, rotary, partial(append.attend, index))
         return self.decoder.final_norm(x, experts)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from modeling.bagel.bagel import Bagel, Stack
+from modeling.bagel.bagel import Bagel, Stack, Wanted
 from modeling.bagel.cache import CacheAppend, KvCache
 from modeling.bagel.config import ImageSize
 from modeling.bagel.images import position_ids
@@ -228,12 +228,12 @@ class Contexts:
             lengths=lengths,
         )
 
-    def _extend(self, plan: ImageAppend, patches: Tensor) -> Tensor:
+    def _extend(self, plan: ImageAppend, patches: Tensor) -> None:
         x = torch.cat((self.model.embed_text(plan.marker_ids), patches))
         experts = plan.experts
         if experts.num_gen == 0:
             x = x[experts.inverse]
             experts = ExpertOrder(x.shape[0], 0, None, None)
-        return self.model.extend(
-            x, experts, plan.rope_ids, plan.append, self.rounding, self.stacks.image
+        self.model.extend(
+            x, experts, plan.rope_ids, plan.append, self.rounding, self.stacks.image, Wanted.NONE
         )

@@ -29,20 +29,19 @@ LOG2_E = math.log2(math.e)
 
 
 @triton.jit
-def _online_softmax(scores, values, acc, top, total):
-    """Takes a block of scaled scores [Q, B] and values [B, H] into the running softmax."""
+def _online_softmax(scores, values, acc, top, total, scale):
+    """Takes a block of scores [Q, B], unscaled like `top`, and values [B, H] into the softmax."""
     new_top = tl.maximum(top, tl.max(scores, axis=1))
-    weights = tl.math.exp2(scores - new_top[:, None])
-    shrink = tl.math.exp2(top - new_top)
+    # Scaled behind the maximum: product and difference are then one instruction.
+    weights = tl.math.exp2(scores * scale - (new_top * scale)[:, None])
+    shrink = tl.math.exp2((top - new_top) * scale)
     total = total * shrink + tl.sum(weights, axis=1)
     acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None])
     return acc, new_top, total
 
 
 @triton.jit
-def _load_filled(
-    key_ptr, value_ptr, offset, at, inside, KV_HEADS: tl.constexpr, H: tl.constexpr
-):
+def _load_filled(key_ptr, value_ptr, offset, at, inside, KV_HEADS: tl.constexpr, H: tl.constexpr):
     """Keys [H, B] and values [B, H] of one head at positions `at`, zero where not `inside`."""
     lane = tl.arange(0, H)
     key_places = offset + at[None, :] * (KV_HEADS * H) + lane[:, None]
@@ -93,8 +92,8 @@ def _few_queries_kernel(
             inside = at < used
             keys, values = _load_filled(key_ptr, value_ptr, offset, at, inside, KV_HEADS, H)
             # Finite, so that a block without keys leaves the sums as they are and makes no NaN.
-            scores = tl.where(inside[None, :], tl.dot(q, keys) * scale, -1e30)
-            acc, top, total = _online_softmax(scores, values, acc, top, total)
+            scores = tl.where(inside[None, :], tl.dot(q, keys), -1e30)
+            acc, top, total = _online_softmax(scores, values, acc, top, total, scale)
         if num_splits == 1:
             out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + places, out, mask=is_row[:, None])
@@ -103,7 +102,7 @@ def _few_queries_kernel(
             tile = row[:, None] * H + lane[None, :]
             slot = pair * NUM_SPLITS + split
             tl.store(part_ptr + slot * (ROWS * H) + tile, acc, mask=is_row[:, None])
-            tl.store(stat_ptr + slot * (2 * ROWS) + row, top, mask=is_row)
+            tl.store(stat_ptr + slot * (2 * ROWS) + row, top * scale, mask=is_row)
             tl.store(stat_ptr + slot * (2 * ROWS) + ROWS + row, total, mask=is_row)
             # The barrier puts all stores of the program before the one thread's release.
             tl.debug_barrier()
@@ -266,16 +265,16 @@ def _image_kernel(
     for key in tl.range(0, whole, BLOCK, num_stages=3):
         keys = key_rows.load([start + key, kv_head * H])
         values = value_rows.load([start + key, kv_head * H])
-        scores = tl.dot(q, keys.T) * scale
-        acc, top, total = _online_softmax(scores, values, acc, top, total)
+        scores = tl.dot(q, keys.T)
+        acc, top, total = _online_softmax(scores, values, acc, top, total, scale)
     lane = tl.arange(0, H)
     if whole < used:
         at = whole + tl.arange(0, BLOCK)
         inside = at < used
         offset = start.to(tl.int64) * (KV_HEADS * H) + kv_head * H
         keys, values = _load_filled(key_ptr, value_ptr, offset, at, inside, KV_HEADS, H)
-        scores = tl.where(inside[None, :], tl.dot(q, keys) * scale, float("-inf"))
-        acc, top, total = _online_softmax(scores, values, acc, top, total)
+        scores = tl.where(inside[None, :], tl.dot(q, keys), float("-inf"))
+        acc, top, total = _online_softmax(scores, values, acc, top, total, scale)
     rows = first + tl.arange(0, QUERIES)
     places = (seq * num_queries + rows).to(tl.int64)[:, None] * (HEADS * H) + head * H
     out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)

@@ -11,7 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from modeling.bagel import few_rows
+from modeling.bagel import few_rows, many_rows
+from modeling.bagel.bagel import Wanted
 from modeling.bagel.cache import CacheAppend, CacheRun
 from modeling.bagel.config import LlmConfig
 from modeling.bagel.few_rows import MAX_ROWS
@@ -26,6 +27,9 @@ from modeling.bagel.qwen2_navit import GEN, Decoder, DecoderLayer, ExpertOrder, 
 
 SIDE_BY_SIDE_ROWS = 64
 """Up to so many rows a projection is too small to fill the GPU alone."""
+PART_ROWS = 4096
+"""Rows of several spans that go through products together. Beyond, products are full without
+company, and rows that no longer fit into the second-level cache cost time."""
 Span = tuple[slice, CacheRun]
 """Rows of a pass, and the run of the append that they are."""
 
@@ -54,26 +58,37 @@ class FusedStack:
         self.is_fast = is_fast
 
     def run(
-        self, decoder: Decoder, x: Tensor, experts: ExpertOrder, rotary: Rotary, append: CacheAppend
+        self,
+        decoder: Decoder,
+        x: Tensor,
+        experts: ExpertOrder,
+        rotary: Rotary,
+        append: CacheAppend,
+        wanted: Wanted = Wanted.ALL,
     ) -> Tensor:
-        """x [S, D] in expert order, overwritten -> [S, D] after all layers and the final norm."""
+        """x [S, D] in expert order, overwritten -> [S, D] after all layers and the final norm.
+
+        Rows that are not wanted end with their keys and values of the last layer.
+        """
         shared = _Pass(decoder, x, rotary, self.is_fast)
-        und, gen = _spans(append, experts)
+        und_spans, gen_spans = _spans(append, experts)
         # In the exact grade few rows stay alone: beside others cuBLAS gives them other bits.
-        groups = [und] if self.is_fast else [[span] for span in und]
-        parts = [_Part(shared, "", group) for group in groups]
+        und = [_Part(shared, "", group) for group in _groups(und_spans, self.is_fast)]
+        gen = [_Part(shared, GEN, group) for group in _groups(gen_spans, True)]
         streams = self._streams if torch.cuda.is_current_stream_capturing() else []
         side = None
-        if streams and all(part.x.shape[0] <= SIDE_BY_SIDE_ROWS for part in parts):
+        if streams and all(part.x.shape[0] <= SIDE_BY_SIDE_ROWS for part in und):
             side = streams[0] if gen else None
-            for part in parts:
+            for part in und:
                 part.streams = streams[1:]
-        parts += [_Part(shared, GEN, gen)] if gen else []
         layers = list(decoder.layers)
-        _each(parts, lambda part: part.start(layers[0]), side)
+        _each(und, gen, lambda part: part.start(layers[0]), side)
         for index, layer in enumerate(layers):
             following = layers[index + 1] if index + 1 < len(layers) else None
-            _each(parts, partial(_Part.finish, layer=layer, following=following), side)
+            if following is None:
+                und = und if wanted is Wanted.ALL else []
+                gen = [] if wanted is Wanted.NONE else gen
+            _each(und, gen, partial(_Part.finish, layer=layer, following=following), side)
             shared.index += 1
         return shared.normed
 
@@ -98,18 +113,33 @@ def _spans(append: CacheAppend, experts: ExpertOrder) -> tuple[list[Span], list[
     return und, gen
 
 
-def _each(parts: list["_Part"], work: Callable, side: torch.cuda.Stream | None) -> None:
-    """Does `work` for each part; for all but the last on the side stream if there is one."""
+def _groups(spans: list[Span], may_join: bool) -> list[list[Span]]:
+    """Neighbouring spans that go through products together: none if they may not, else as many
+    as have PART_ROWS rows in all."""
+    groups: list[list[Span]] = []
+    for span in spans:
+        if may_join and groups and span[0].stop - groups[-1][0][0].start <= PART_ROWS:
+            groups[-1].append(span)
+        else:
+            groups.append([span])
+    return groups
+
+
+def _each(
+    und: list["_Part"], gen: list["_Part"], work: Callable, side: torch.cuda.Stream | None
+) -> None:
+    """Does `work` for each part; for the und parts on the side stream if there is one."""
     if side is None:
-        for part in parts:
+        for part in und + gen:
             work(part)
         return
     main = torch.cuda.current_stream()
     side.wait_stream(main)
     with torch.cuda.stream(side):
-        for part in parts[:-1]:
+        for part in und:
             work(part)
-    work(parts[-1])
+    for part in gen:
+        work(part)
     main.wait_stream(side)
 
 
@@ -193,6 +223,8 @@ class _Part:
     def _swiglu(self, gate: torch.nn.Linear, up: torch.nn.Linear) -> Tensor:
         if self._has_own_product(gate, up):
             return few_rows.swiglu(self.normed, gate.weight, up.weight)
+        if many_rows.fits(self.normed, gate.weight, up.weight):
+            return many_rows.swiglu(self.normed, gate.weight, up.weight)
         return silu_mul(*self._apply([gate, up]))
 
     def _project_heads(self, layer: DecoderLayer, index: int) -> None:

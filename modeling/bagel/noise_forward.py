@@ -8,14 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from modeling.bagel.bagel import Wanted
 from modeling.bagel.cache import CacheAppend
 from modeling.bagel.config import ImageSize
 from modeling.bagel.context import INVARIANT_ROWS, Contexts
 from modeling.bagel.qwen2_navit import ExpertOrder
-
-MAX_JOINT_ROWS = 4096
-"""Gen tokens of a joint forward. Beyond, the products are full without company, and rows that no
-longer fit into the second-level cache cost what shared und weights save (docs/performance.md)."""
 
 
 class NoiseForward:
@@ -50,6 +47,7 @@ class NoiseForward:
             self._append,
             self.branches[0].rounding,
             self.branches[0].stacks.image,
+            Wanted.GEN,
         )
         # Branch by branch: that this product, too, has the same bits for more rows is not known.
         parts = hidden[self._experts.num_und :].split(tokens.shape[0])
@@ -70,9 +68,12 @@ class NoiseForward:
 
 
 def should_join(branches: list[Contexts], grid: ImageSize) -> bool:
-    """Whether one forward for all branches keeps the bits of one for each, and takes less time."""
+    """Whether one forward for all branches keeps the bits of one for each.
+
+    The eager stack takes the und rows of all branches together, and so few have other bits then.
+    """
     rows = [contexts.cache.num_rows * grid.height * grid.width for contexts in branches]
-    return min(rows) >= INVARIANT_ROWS and sum(rows) <= MAX_JOINT_ROWS
+    return branches[0].stacks.image is not None and min(rows) >= INVARIANT_ROWS
 
 
 def _by_expert(branches: list[Sequence]) -> list:

@@ -4,8 +4,8 @@ import sys
 
 from tools.operator_check import main
 
-ROWS = (0, 1, 3, 63, 64, 100, 1023, 1024, 4096, 4104)
-TIMED_ROWS = (1026, 4104)
+ROWS = (0, 1, 3, 63, 64, 100, 512, 1023, 1024, 4096, 4104)
+TIMED_ROWS = (1024, 4096)
 
 if __name__ == "__main__":
     sys.exit(main(__doc__, ROWS, TIMED_ROWS))

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from modeling.bagel import few_rows, fused_attention, fused_ops
+from modeling.bagel import few_rows, fused_attention, fused_ops, many_rows
 from modeling.bagel.fused_sampling import draw_tokens
 from modeling.bagel.sampling import SamplingConfig
 
@@ -120,6 +120,11 @@ def all_cases() -> Cases:
         found |= operator_cases(rows)
     for rows in FEW:
         found |= few_row_cases(rows)
+    for rows in (1026, 4096):
+        wide = empty(INNER, HIDDEN)
+        found[f"many_rows.swiglu of {rows}"] = partial(
+            many_rows.swiglu, empty(rows, HIDDEN), wide, wide
+        )
     return found | attention_cases()
 
 

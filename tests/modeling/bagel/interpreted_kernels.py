@@ -1,12 +1,14 @@
 """Run by test_fused_ops.py with TRITON_INTERPRET=1: checks one group of kernels and says so."""
 
+import logging
 import sys
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from modeling.bagel import few_rows
+from modeling.bagel import few_rows, fused_flow, many_rows
+from modeling.bagel.bagel import Wanted
 from modeling.bagel.cache import CacheAppend, CacheSpec, KvCache
 from modeling.bagel.config import LlmConfig
 from modeling.bagel.fused_attention import (
@@ -141,18 +143,19 @@ def stack() -> None:
     config = decoder.config
     # Capture does not exist here, and nothing else of the stack asks for a GPU.
     torch.cuda.is_current_stream_capturing = lambda: False
+    stack = FusedStack(side_by_side=False)
     for gen in (torch.tensor([1, 2, 5, 6]), torch.tensor([], dtype=torch.int64)):
         und = torch.tensor([i for i in range(8) if i not in gen.tolist()])
         experts = ExpertOrder.from_positions(und, gen)
         outputs, caches = [], []
-        for fused in (False, True):
+        for wanted in (None, Wanted.ALL, Wanted.GEN, Wanted.NONE):
             cache = KvCache.zeros(CacheSpec(config, 2, 12, torch.device("cpu"), torch.float32))
             runs = [[2, 2], [2, 2]] if gen.numel() else [[4, 4]]
             append = cache.append([1, 0], [4, 4], False, experts, runs)
             x = torch.randn(8, 256, generator=torch.Generator().manual_seed(1))
             rotary = decoder.rotary(torch.arange(8), experts, QkRounding())
-            if fused:
-                x = FusedStack(side_by_side=False).run(decoder, x, experts, rotary, append)
+            if wanted is not None:
+                x = stack.run(decoder, x, experts, rotary, append, wanted)
             else:
                 for index, layer in enumerate(decoder.layers):
                     x = layer.run(x, experts, rotary, partial(append.attend, index))
@@ -160,8 +163,12 @@ def stack() -> None:
             outputs.append(x)
             caches.append(cache)
         torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-4)
+        assert torch.equal(outputs[2][und.numel() :], outputs[1][und.numel() :])
         for mine, theirs in zip(caches[1].keys, caches[0].keys, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+        for less in caches[2:]:
+            for mine, theirs in zip(less.keys, caches[1].keys, strict=True):
+                assert torch.equal(mine, theirs)
 
 
 @torch.no_grad()
@@ -191,8 +198,10 @@ def joint_stack() -> None:
             torch.cat([pair[i][part] for part in (slice(0, 2), slice(2, 4)) for pair in alone])
             for i in (0, 1)
         )
-        out = stack.run(decoder, x, joint, rotary, CacheAppend(*runs))
-        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+        for part_rows in (4096, 3):  # the gen rows of both in one part, or apart
+            fused_flow.PART_ROWS = part_rows
+            out = stack.run(decoder, x.clone(), joint, rotary, CacheAppend(*runs))
+            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
 def cache_with_holes(used: list[int], capacity: int, size: int) -> tuple:
@@ -248,6 +257,41 @@ def whole_images() -> None:
         out = poisoned(*q.shape)
         image_attention(q, keys, values, starts, filled, out)
         close(out, dense(q, starts, filled, keys, values))
+
+
+def many_row_products() -> None:
+    """Tiles that overhang every edge; either weight may lie first in memory."""
+    for rows, width, inner in ((130, 192, 96), (1, 128, 64), (300, 144, 80)):
+        x, weights = torch.randn(rows, inner), torch.randn(3, width, inner) / 16
+        for gate, up in ((weights[0], weights[2]), (weights[2], weights[0])):
+            expected = F.silu(x @ gate.t()) * (x @ up.t())
+            out = many_rows.swiglu(x, gate, up)
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    # More groups of rows than one, the last of them smaller.
+    many_rows.GROUP = 2
+    x, (gate, up) = torch.randn(650, 16), torch.randn(2, 16, 16) / 16
+    expected = F.silu(x @ gate.t()) * (x @ up.t())
+    torch.testing.assert_close(many_rows.swiglu(x, gate, up), expected, rtol=1e-5, atol=1e-5)
+    assert not many_rows.fits(x.bfloat16(), gate.bfloat16(), up.bfloat16())  # not on a GPU
+
+
+def bits_of_cublas() -> None:
+    """Looked at once for each pair of sizes; other bits are reported and leave the work to it."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("faster_r3").addHandler(handler)
+    computed = many_rows.swiglu
+    x, weights = torch.randn(4, 16), torch.randn(3, 16, 16)
+    same = many_rows._has_cublas_bits
+    many_rows.swiglu = lambda x, gate, up: silu_mul(F.linear(x, gate), F.linear(x, up))
+    assert same(x, *weights[:2]) and not records
+    many_rows.swiglu = lambda *_: 1 / 0  # not asked again for these sizes, whatever the rows
+    assert same(x[:2], *weights[1:]) and not records
+    many_rows.swiglu = lambda *given: torch.nextafter(computed(*given), torch.tensor(9.0))
+    for _ in range(2):
+        assert not same(x, *torch.randn(2, 32, 16))
+    assert len(records) == 1 and "products of 32 by 16" in records[0]
 
 
 def few_row_products() -> None:
@@ -307,6 +351,8 @@ if __name__ == "__main__":
         joint_stack,
         few_queries,
         whole_images,
+        many_row_products,
+        bits_of_cublas,
         few_row_products,
         sampling,
     )

@@ -16,10 +16,11 @@ pytest.importorskip("triton", reason="Triton comes with PyTorch's GPU builds onl
 ROOT = Path(__file__).resolve().parents[3]
 
 
-CHECKS = ("norms", "reduction_order", "swiglu", "heads", "stack", "few_queries", "whole_images")
+CHECKS = ("norms", "reduction_order", "swiglu", "heads", "stack", "joint_stack", "few_queries")
+CHECKS += ("whole_images", "many_row_products", "bits_of_cublas", "few_row_products", "sampling")
 
 
-@pytest.mark.parametrize("check", [*CHECKS, "joint_stack", "few_row_products", "sampling"])
+@pytest.mark.parametrize("check", CHECKS)
 def test_interpreted_kernels(check):
     command = [sys.executable, str(Path(__file__).with_name("interpreted_kernels.py")), check]
     environment = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from modeling.bagel import noise_forward
 from modeling.bagel.config import ImageSize
-from modeling.bagel.context import Contexts
+from modeling.bagel.context import Contexts, Stacks
 from modeling.bagel.noise_forward import NoiseForward, should_join
-from tests.tiny import contexts
+from tests.tiny import PoisonedStack, contexts
 
 TOKENS = [5, 77, 300, 12, 9, 41, 8]
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -96,10 +96,24 @@ class TestSeveralBranches:
             for layer, expected in zip(mine.cache.keys, theirs.cache.keys, strict=True):
                 torch.testing.assert_close(layer, expected, rtol=1e-4, atol=1e-4)
 
-    def test_neither_few_nor_many_tokens_are_joined(self, monkeypatch):
-        assert not should_join(self.branches(), self.GRID)  # 12 rows a branch
-        assert should_join([contexts(2)] * 3, ImageSize(16, 16))
-        assert should_join([contexts(2)] * 2, ImageSize(32, 32))
-        assert not should_join([contexts(2)] * 3, ImageSize(32, 32))
-        monkeypatch.setattr(noise_forward, "INVARIANT_ROWS", 12)
-        assert should_join(self.branches(), self.GRID)
+    def test_the_und_rows_of_the_last_layer_are_not_read(self):
+        x, time = torch.randn(2, 6, 64), torch.tensor(0.6)
+        plain, poisoned = self.branches(), self.branches()
+        for contexts_poisoned in poisoned:
+            contexts_poisoned.stacks = Stacks(image=PoisonedStack())
+        velocities = [NoiseForward(branches, self.GRID)(x, time) for branches in (plain, poisoned)]
+        assert torch.equal(*velocities)
+
+    def test_few_tokens_are_not_joined_and_none_are_without_a_stack(self, monkeypatch):
+        def branches(rows: int, stacks: Stacks) -> list[Contexts]:
+            grown = [contexts(rows), contexts(rows)]
+            for each in grown:
+                each.stacks = stacks
+            return grown
+
+        fused = Stacks(image=PoisonedStack())
+        assert should_join(branches(2, fused), ImageSize(16, 16))
+        assert not should_join(branches(2, Stacks()), ImageSize(16, 16))
+        assert not should_join(branches(1, fused), ImageSize(16, 16))  # 256 rows a branch
+        monkeypatch.setattr(noise_forward, "INVARIANT_ROWS", 256)
+        assert should_join(branches(1, fused), ImageSize(16, 16))

@@ -13,7 +13,7 @@ import torch
 from modeling.bagel import noise_forward
 from modeling.bagel.cache import KvCache
 from modeling.bagel.config import ImageSize
-from modeling.bagel.context import Contexts
+from modeling.bagel.context import EAGER, Contexts, Stacks
 from modeling.bagel.flow import FlowBranches, eager_forwards
 from modeling.bagel.graph_capture import GraphCapture
 from modeling.bagel.sampling import SamplingConfig
@@ -21,7 +21,14 @@ from modeling.bagel.static_flow_graph import static_forwards
 from modeling.bagel.static_text_graph import TextGraphs, decode_text_static
 from modeling.bagel.text_decode import DecodedText, decode_text
 from tests.fake_graph import FakeBackend
-from tests.tiny import cache_spec, contexts, contexts_over, tiny_model, tiny_tokenizer
+from tests.tiny import (
+    PoisonedStack,
+    cache_spec,
+    contexts,
+    contexts_over,
+    tiny_model,
+    tiny_tokenizer,
+)
 
 HOT = SamplingConfig(do_sample=True, temperature=1.6, top_k=50, top_p=0.9)
 COLD = SamplingConfig(do_sample=True, temperature=0.5, top_k=50, top_p=0.9)
@@ -325,8 +332,11 @@ def test_release_drops_graphs_and_memory():
     assert counters.recaptured == 0
 
 
-def flow_branches() -> FlowBranches:
-    return FlowBranches(prefilled(2), text=prefilled(2), image=contexts(2))
+def flow_branches(stacks: Stacks = EAGER) -> FlowBranches:
+    branches = FlowBranches(prefilled(2), text=prefilled(2), image=contexts(2))
+    for _, each in branches.items():
+        each.stacks = stacks
+    return branches
 
 
 @pytest.mark.parametrize("is_joint", [False, True])
@@ -335,7 +345,8 @@ def test_static_forwards_follow_their_inputs(monkeypatch, is_joint):
         monkeypatch.setattr(noise_forward, "INVARIANT_ROWS", 2 * 16)
     backend = FakeBackend()
     reference = eager_forwards(flow_branches(), GRID)
-    forwards = static_forwards(GraphCapture(backend))(flow_branches(), GRID)
+    branches = flow_branches(Stacks(image=PoisonedStack()))
+    forwards = static_forwards(GraphCapture(backend))(branches, GRID)
     generator = torch.Generator().manual_seed(0)
     for time, is_guided in ((1.0, True), (0.8, True), (0.7, True), (0.3, False), (0.1, False)):
         x, t = torch.randn(2, 16, 64, generator=generator), torch.tensor(time)
