@@ -1,8 +1,13 @@
 """What the fast grade does with a few rows in Triton: products bound by reading the weights once.
 
 Sums run over the inner dimension in fp32, in one order for any number of rows; cuBLAS, which the
-exact grade keeps, takes another order. Shape letters: M rows (at most 32), K inner, N outputs.
+exact grade keeps, takes another order. RMSNorm has no kernel of its own: a product that ends in
+the residual stream also writes its rows times the next norm's weight, and sums of their squares;
+the products that read them multiply what they get by the norm's scale. Shape letters: M rows (at
+most 32), K inner, N outputs, P parts of a row's sum of squares.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -11,6 +16,16 @@ from torch import Tensor
 
 MAX_ROWS = 32
 LARGE_N, LARGE_K = 65536, 8192
+PART = 16
+"""Neighbouring numbers of a row whose squares are added up first."""
+PARTS_AT_ONCE = 32
+
+
+class WeighedRows(NamedTuple):
+    """Rows before a norm's scale: times its weight, and the squares of what they were before."""
+
+    rows: Tensor  # [M, K]
+    squares: Tensor  # fp32 [P, M]
 
 
 @triton.jit
@@ -49,6 +64,33 @@ def _store(acc, out_ptr, first, num_rows, N: tl.constexpr, N_BLOCK: tl.constexpr
 
 
 @triton.jit
+def _weigh(
+    wide, norm_ptr, out_ptr, square_ptr, first, num_rows, N: tl.constexpr, PART: tl.constexpr, ROWS
+):
+    """Writes a part [PART, ROWS] of new rows times the norm's weight, and its sums of squares."""
+    weight = tl.load(norm_ptr + first + tl.arange(0, PART)).to(tl.float32)
+    _store(wide * weight[:, None], out_ptr, first, num_rows, N, PART, ROWS)
+    row = tl.arange(0, ROWS)
+    place = first // PART * num_rows + row
+    tl.store(square_ptr + place, tl.sum(wide * wide, axis=0), mask=row < num_rows)
+
+
+@triton.jit
+def _scale(
+    square_ptr, num_rows, eps, K: tl.constexpr, PART: tl.constexpr, ROWS, AT_ONCE: tl.constexpr
+):
+    """What the norm multiplies each row by: fp32 [ROWS]."""
+    part, row = tl.arange(0, AT_ONCE), tl.arange(0, ROWS)
+    total = tl.zeros((AT_ONCE, ROWS), tl.float32)
+    for first in tl.static_range(0, K // PART, AT_ONCE):
+        at = first + part
+        inside = (at < K // PART)[:, None] & (row < num_rows)[None, :]
+        places = at[:, None] * num_rows + row[None, :]
+        total += tl.load(square_ptr + places, mask=inside, other=0.0)
+    return tl.rsqrt(tl.sum(total, axis=0) / K + eps)
+
+
+@triton.jit
 def _linear_kernel(
     x_ptr,
     weight_ptr,
@@ -67,8 +109,54 @@ def _linear_kernel(
 
 
 @triton.jit
+def _weigh_kernel(
+    x_ptr,
+    norm_ptr,
+    out_ptr,
+    square_ptr,
+    num_rows,
+    N: tl.constexpr,
+    PART: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    first = tl.program_id(0) * PART
+    outs, row = first + tl.arange(0, PART), tl.arange(0, ROWS)
+    places, inside = row[None, :] * N + outs[:, None], (row < num_rows)[None, :]
+    wide = tl.load(x_ptr + places, mask=inside, other=0.0).to(tl.float32)
+    _weigh(wide, norm_ptr, out_ptr, square_ptr, first, num_rows, N, PART, ROWS)
+
+
+@triton.jit
+def _add_product_kernel(
+    x_ptr,
+    inner_ptr,
+    weight_ptr,
+    norm_ptr,
+    out_ptr,
+    square_ptr,
+    num_rows,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    N_BLOCK: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    first = tl.program_id(0) * N_BLOCK
+    acc = _product(inner_ptr, weight_ptr, first, num_rows, K, N_BLOCK, K_BLOCK, ROWS, STAGES)
+    outs, row = first + tl.arange(0, N_BLOCK), tl.arange(0, ROWS)
+    places, inside = row[None, :] * N + outs[:, None], (row < num_rows)[None, :]
+    x = tl.load(x_ptr + places, mask=inside, other=0.0)
+    total = (x.to(tl.float32) + acc).to(x.dtype)
+    tl.store(x_ptr + places, total, mask=inside)
+    wide = total.to(tl.float32)
+    _weigh(wide, norm_ptr, out_ptr, square_ptr, first, num_rows, N, N_BLOCK, ROWS)
+
+
+@triton.jit
 def _heads_kernel(
     x_ptr,
+    square_ptr,
     q_weight_ptr,
     k_weight_ptr,
     v_weight_ptr,
@@ -79,9 +167,12 @@ def _heads_kernel(
     k_ptr,
     v_ptr,
     num_rows,
+    eps,
     Q: tl.constexpr,
     KV: tl.constexpr,
     K: tl.constexpr,
+    PART: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     N_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -97,6 +188,7 @@ def _heads_kernel(
         first -= Q
         weight_ptr, bias_ptr, out_ptr, size = k_weight_ptr, k_bias_ptr, k_ptr, KV
     acc = _product(x_ptr, weight_ptr, first, num_rows, K, N_BLOCK, K_BLOCK, ROWS, STAGES)
+    acc *= _scale(square_ptr, num_rows, eps, K, PART, ROWS, AT_ONCE)[None, :]
     acc += tl.load(bias_ptr + first + tl.arange(0, N_BLOCK)).to(tl.float32)[:, None]
     _store(acc, out_ptr, first, num_rows, size, N_BLOCK, ROWS)
 
@@ -104,12 +196,16 @@ def _heads_kernel(
 @triton.jit
 def _swiglu_kernel(
     x_ptr,
+    square_ptr,
     gate_ptr,
     up_ptr,
     out_ptr,
     num_rows,
+    eps,
     N: tl.constexpr,
     K: tl.constexpr,
+    PART: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     N_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -127,31 +223,9 @@ def _swiglu_kernel(
         x = tl.load(x_ptrs + k, mask=(row < num_rows)[None, :], other=0.0)
         gate = tl.dot(gate_weight, x, gate)
         up = tl.dot(up_weight, x, up)
+    scale = _scale(square_ptr, num_rows, eps, K, PART, ROWS, AT_ONCE)[None, :]
+    gate, up = gate * scale, up * scale
     _store(gate / (1.0 + tl.exp(-gate)) * up, out_ptr, first, num_rows, N, N_BLOCK, ROWS)
-
-
-@triton.jit
-def _add_norm_kernel(
-    x_ptr,
-    delta_ptr,
-    weight_ptr,
-    sum_ptr,
-    out_ptr,
-    eps,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    place = tl.arange(0, BLOCK)
-    inside = place < SIZE
-    row = tl.program_id(0) * SIZE + place
-    weight = tl.load(weight_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + row, mask=inside, other=0.0)
-    delta = tl.load(delta_ptr + row, mask=inside, other=0.0)
-    total = (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
-    tl.store(sum_ptr + row, total, mask=inside)
-    wide = total.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide) / SIZE + eps)
-    tl.store(out_ptr + row, (weight * wide * scale).to(x.dtype), mask=inside)
 
 
 def fits(num_rows: int, weight: Tensor) -> bool:
@@ -168,8 +242,8 @@ def _blocks(num_rows: int, num_outs: int, inner: int) -> dict[str, int]:
     if num_outs >= LARGE_N:
         return _tile(64, 128, max(16, rows), 5, 4)
     if inner >= LARGE_K:
-        return _tile(16, 512, max(16, rows), 4, 2)
-    return _tile(16, 256, rows, 4, 1)
+        return _tile(PART, 512, max(16, rows), 4, 2)
+    return _tile(PART, 256, rows, 4, 1)
 
 
 def _tile(n_block: int, k_block: int, rows: int, stages: int, warps: int) -> dict[str, int]:
@@ -188,46 +262,90 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
+def weigh(x: Tensor, norm_weight: Tensor) -> WeighedRows:
+    """Rows x [M, K] on their way into products behind a norm; K is a multiple of PART."""
+    num_rows, size = x.shape
+    weighed = _empty_weighed(x)
+    _weigh_kernel[(size // PART,)](
+        x,
+        norm_weight,
+        *weighed,
+        num_rows,
+        N=size,
+        PART=PART,
+        ROWS=triton.next_power_of_2(num_rows),
+        num_warps=1,
+    )
+    return weighed
+
+
+def add_product(x: Tensor, inner: Tensor, weight: Tensor, norm_weight: Tensor) -> WeighedRows:
+    """Adds inner [M, K] by weight [N, K] to x [M, N] in place; the sum, for products behind a norm.
+
+    The residual stream has fewer than LARGE_N numbers a row.
+    """
+    num_rows, (size, depth) = x.shape[0], weight.shape
+    weighed = _empty_weighed(x)
+    _add_product_kernel[(size // PART,)](
+        x,
+        inner,
+        weight,
+        norm_weight,
+        *weighed,
+        num_rows,
+        N=size,
+        K=depth,
+        **_blocks(num_rows, size, depth),
+    )
+    return weighed
+
+
+def _empty_weighed(x: Tensor) -> WeighedRows:
+    num_rows, size = x.shape
+    squares = torch.empty(size // PART, num_rows, dtype=torch.float32, device=x.device)
+    return WeighedRows(torch.empty_like(x), squares)
+
+
 def project_heads(
-    x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor, ...]
+    x: WeighedRows, weights: tuple[Tensor, ...], biases: tuple[Tensor, ...], eps: float
 ) -> tuple[Tensor, ...]:
-    """q, k and v projections of x [M, K] in one launch: [M, Q], [M, KV], [M, KV]."""
-    num_rows, sizes = x.shape[0], [weight.shape[0] for weight in weights]
-    outs = [x.new_empty(num_rows, size) for size in sizes]
-    blocks = _blocks(num_rows, sizes[0], x.shape[1])
+    """q, k and v projections of normed rows [M, K] in one launch: [M, Q], [M, KV], [M, KV]."""
+    (num_rows, inner), sizes = x.rows.shape, [weight.shape[0] for weight in weights]
+    outs = [x.rows.new_empty(num_rows, size) for size in sizes]
+    blocks = _blocks(num_rows, sizes[0], inner)
     _heads_kernel[(sum(sizes) // blocks["N_BLOCK"],)](
-        x, *weights, *biases, *outs, num_rows, Q=sizes[0], KV=sizes[1], K=x.shape[1], **blocks
+        *x,
+        *weights,
+        *biases,
+        *outs,
+        num_rows,
+        eps,
+        Q=sizes[0],
+        KV=sizes[1],
+        K=inner,
+        PART=PART,
+        AT_ONCE=PARTS_AT_ONCE,
+        **blocks,
     )
     return tuple(outs)
 
 
-def swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate x) * (up x) of x [M, K] by weights [N, K]: [M, N], rounded once."""
-    num_rows, (size, inner) = x.shape[0], gate.shape
-    out = x.new_empty(num_rows, size)
+def swiglu(x: WeighedRows, gate: Tensor, up: Tensor, eps: float) -> Tensor:
+    """silu(gate x) * (up x) of normed rows x [M, K] by weights [N, K]: [M, N], rounded once."""
+    num_rows, (size, inner) = x.rows.shape[0], gate.shape
+    out = x.rows.new_empty(num_rows, size)
     blocks = _blocks(num_rows, size, inner) | {"STAGES": 3}
     _swiglu_kernel[(size // blocks["N_BLOCK"],)](
-        x, gate, up, out, num_rows, N=size, K=inner, **blocks
+        *x,
+        gate,
+        up,
+        out,
+        num_rows,
+        eps,
+        N=size,
+        K=inner,
+        PART=PART,
+        AT_ONCE=PARTS_AT_ONCE,
+        **blocks,
     )
     return out
-
-
-def add_rms_norm(
-    x: Tensor, delta: Tensor, weight: Tensor, eps: float, total: Tensor, out: Tensor
-) -> None:
-    """Writes x + delta into `total` and its RMSNorm into `out`; all [M, K], contiguous.
-
-    The row is read once and summed as it lies, where the exact grade keeps PyTorch's order.
-    """
-    num_rows, size = x.shape
-    _add_norm_kernel[(num_rows,)](
-        x,
-        delta,
-        weight,
-        total,
-        out,
-        eps,
-        SIZE=size,
-        BLOCK=triton.next_power_of_2(size),
-        num_warps=8,
-    )

@@ -15,7 +15,6 @@ from modeling.bagel import few_rows, many_rows
 from modeling.bagel.bagel import Wanted
 from modeling.bagel.cache import CacheAppend, CacheRun
 from modeling.bagel.config import LlmConfig
-from modeling.bagel.few_rows import MAX_ROWS
 from modeling.bagel.fused_ops import (
     add_rms_norm,
     fits_norm,
@@ -70,11 +69,11 @@ class FusedStack:
 
         Rows that are not wanted end with their keys and values of the last layer.
         """
-        shared = _Pass(decoder, x, rotary, self.is_fast)
+        shared = _Pass(decoder, x, rotary)
         und_spans, gen_spans = _spans(append, experts)
         # In the exact grade few rows stay alone: beside others cuBLAS gives them other bits.
-        und = [_Part(shared, "", group) for group in _groups(und_spans, self.is_fast)]
-        gen = [_Part(shared, GEN, group) for group in _groups(gen_spans, True)]
+        und = [self._part(shared, "", group) for group in _groups(und_spans, self.is_fast)]
+        gen = [self._part(shared, GEN, group) for group in _groups(gen_spans, True)]
         streams = self._streams if torch.cuda.is_current_stream_capturing() else []
         side = None
         if streams and all(part.x.shape[0] <= SIDE_BY_SIDE_ROWS for part in und):
@@ -92,15 +91,25 @@ class FusedStack:
             shared.index += 1
         return shared.normed
 
+    def _part(self, shared: "_Pass", suffix: str, spans: list[Span]) -> "_Part":
+        num_rows = spans[-1][0].stop - spans[0][0].start
+        linears = _linears(shared.decoder.layers[0], suffix)
+        if self.is_fast and all(few_rows.fits(num_rows, each.weight) for each in linears):
+            return _FewRows(shared, suffix, spans)
+        return _Part(shared, suffix, spans)
+
     def project(self, x: Tensor, linear: torch.nn.Linear) -> Tensor:
         """The product of x [M, K] with a linear layer without bias: [M, N]."""
-        return _multiply(x, linear, self.is_fast)
+        if self.is_fast and few_rows.fits(x.shape[0], linear.weight):
+            return few_rows.linear(x, linear.weight)
+        return linear(x)
 
 
-def _multiply(x: Tensor, linear: torch.nn.Linear, is_fast: bool) -> Tensor:
-    if is_fast and few_rows.fits(x.shape[0], linear.weight):
-        return few_rows.linear(x, linear.weight)
-    return linear(x)
+def _linears(layer: DecoderLayer, suffix: str) -> list[torch.nn.Linear]:
+    """All linear layers of one expert."""
+    heads = [getattr(layer.self_attn, f"{name}_proj{suffix}") for name in "qkvo"]
+    mlp = getattr(layer, "mlp" + suffix)
+    return [*heads, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
 
 
 def _spans(append: CacheAppend, experts: ExpertOrder) -> tuple[list[Span], list[Span]]:
@@ -146,12 +155,11 @@ def _each(
 class _Pass:
     """What the parts share in one pass: inputs, and queries and norms of all rows."""
 
-    def __init__(self, decoder: Decoder, x: Tensor, rotary: Rotary, is_fast: bool):
+    def __init__(self, decoder: Decoder, x: Tensor, rotary: Rotary):
         config, num_rows = decoder.config, x.shape[0]
         self.decoder = decoder
         self.eps = config.rms_norm_eps
         self.rotary = rotary
-        self.is_fast = is_fast
         self.index = 0
         self.x = x.contiguous()
         self.other = torch.empty_like(self.x)
@@ -174,73 +182,49 @@ class _Part:
 
     def start(self, layer: DecoderLayer) -> None:
         """The first norm, and the projections of the first layer."""
-        weight = getattr(layer, "input_layernorm" + self.suffix).weight
-        rms_norm(self.x, weight, self.shared.eps, self.normed)
-        self._project_heads(layer, 0)
+        self._norm(self._own(layer, "input_layernorm").weight)
+        self._store_heads(layer, 0)
 
     def finish(self, layer: DecoderLayer, following: DecoderLayer | None) -> None:
         """From the attention of one layer to the projections of the following one."""
-        shared, mlp = self.shared, getattr(layer, "mlp" + self.suffix)
-        o_proj = self._linear(layer.self_attn, "o_proj")
-        delta = _multiply(self._attend(), o_proj, shared.is_fast)
-        self._add_and_norm(delta, layer, "post_attention_layernorm")
+        norm = self._own(layer, "post_attention_layernorm").weight
+        self._add_product(self._attend(), self._own(layer.self_attn, "o_proj"), norm)
+        mlp = self._own(layer, "mlp")
         inner = self._swiglu(mlp.gate_proj, mlp.up_proj)
-        delta = _multiply(inner, mlp.down_proj, shared.is_fast)
         if following is None:
-            self._add_and_norm(delta, shared.decoder, "norm")
+            norm = self._own(self.shared.decoder, "norm").weight
+            self._end(inner, mlp.down_proj, norm)
             return
-        self._add_and_norm(delta, following, "input_layernorm")
-        self._project_heads(following, shared.index + 1)
+        norm = self._own(following, "input_layernorm").weight
+        self._add_product(inner, mlp.down_proj, norm)
+        self._store_heads(following, self.shared.index + 1)
+
+    def _own(self, owner: torch.nn.Module, name: str) -> torch.nn.Module:
+        """The module of that name of this part's expert."""
+        return getattr(owner, name + self.suffix)
 
     def _attend(self) -> Tensor:
         """Attention of all spans, each over its own cache: [rows, N * H]."""
         shared = self.shared
         out = torch.empty_like(shared.queries[self.rows])
         for rows, run in self.spans:
-            run.attend(shared.index, shared.queries[rows], out[self._own(rows)])
+            run.attend(shared.index, shared.queries[rows], out[self._of_part(rows)])
         return out.flatten(1)
 
-    def _own(self, rows: slice) -> slice:
+    def _of_part(self, rows: slice) -> slice:
         """Rows of the pass, counted from the first one of this part."""
         return slice(rows.start - self.rows.start, rows.stop - self.rows.start)
 
-    def _linear(self, owner: torch.nn.Module, name: str) -> torch.nn.Linear:
-        return getattr(owner, name + self.suffix)
-
-    def _heads(self, layer: DecoderLayer) -> list[torch.nn.Linear]:
-        return [self._linear(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj")]
-
-    def _add_and_norm(self, delta: Tensor, owner: torch.nn.Module, name: str) -> None:
-        weight, is_few = getattr(owner, name + self.suffix).weight, 0 < self.x.shape[0] <= MAX_ROWS
-        add_norm = few_rows.add_rms_norm if self.shared.is_fast and is_few else add_rms_norm
-        add_norm(self.x, delta, weight, self.shared.eps, self.other, self.normed)
-        self.x, self.other = self.other, self.x
-
-    def _has_own_product(self, *linears: torch.nn.Linear) -> bool:
-        rows = self.x.shape[0]
-        return self.shared.is_fast and all(few_rows.fits(rows, each.weight) for each in linears)
-
-    def _swiglu(self, gate: torch.nn.Linear, up: torch.nn.Linear) -> Tensor:
-        if self._has_own_product(gate, up):
-            return few_rows.swiglu(self.normed, gate.weight, up.weight)
-        if many_rows.fits(self.normed, gate.weight, up.weight):
-            return many_rows.swiglu(self.normed, gate.weight, up.weight)
-        return silu_mul(*self._apply([gate, up]))
-
-    def _project_heads(self, layer: DecoderLayer, index: int) -> None:
+    def _store_heads(self, layer: DecoderLayer, index: int) -> None:
+        """Projects to heads; norm and RoPE of q and k; keys and values go into the caches."""
         shared, module = self.shared, layer.self_attn
-        linears = self._heads(layer)
-        if self._has_own_product(*linears):
-            weights, biases = zip(*((each.weight, each.bias) for each in linears), strict=True)
-            projections = few_rows.project_heads(self.normed, weights, biases)
-        else:
-            projections = self._apply(linears)
+        projections = self._project([self._own(module, f"{name}_proj") for name in "qkv"])
         rounding = shared.rotary.rounding
-        norms = tuple(getattr(module, f"{name}_norm{self.suffix}").weight for name in "qk")
+        norms = tuple(self._own(module, f"{name}_norm").weight for name in "qk")
         for rows, run in self.spans:
-            own = self._own(rows)
+            of_part = self._of_part(rows)
             qk_norm_rope_store(
-                tuple(projection[own] for projection in projections),
+                tuple(projection[of_part] for projection in projections),
                 norms,
                 (shared.rotary.cos[rows], shared.rotary.sin[rows]),
                 run.places,
@@ -249,20 +233,60 @@ class _Part:
                 rounding.gen if self.suffix else rounding.und,
             )
 
-    def _apply(self, modules: list[torch.nn.Module]) -> tuple[Tensor, ...]:
-        """All modules on the normed rows, those behind the first on side streams if any."""
+    def _norm(self, weight: Tensor) -> None:
+        rms_norm(self.x, weight, self.shared.eps, self.normed)
+
+    def _add_product(self, inner: Tensor, linear: torch.nn.Linear, norm_weight: Tensor) -> None:
+        """Adds a product to the rows and normalises the sum."""
+        add_rms_norm(
+            self.x, linear(inner), norm_weight, self.shared.eps, self.other, self.normed
+        )
+        self.x, self.other = self.other, self.x
+
+    def _end(self, inner: Tensor, linear: torch.nn.Linear, norm_weight: Tensor) -> None:
+        """As `_add_product`, for the last product of all."""
+        self._add_product(inner, linear, norm_weight)
+
+    def _project(self, linears: list[torch.nn.Linear]) -> tuple[Tensor, ...]:
+        """Products of the normed rows, those behind the first on side streams if any."""
         x = self.normed
-        streams = self.streams[: len(modules) - 1]
+        streams = self.streams[: len(linears) - 1]
         main = torch.cuda.current_stream() if streams else None
         for stream in streams:
             stream.wait_stream(main)
-        results = [modules[0](x)]
-        for i, module in enumerate(modules[1:]):
+        results = [linears[0](x)]
+        for i, linear in enumerate(linears[1:]):
             if streams:
                 with torch.cuda.stream(streams[i]):
-                    results.append(module(x))
+                    results.append(linear(x))
             else:
-                results.append(module(x))
+                results.append(linear(x))
         for stream in streams:
             main.wait_stream(stream)
         return tuple(results)
+
+    def _swiglu(self, gate: torch.nn.Linear, up: torch.nn.Linear) -> Tensor:
+        if many_rows.fits(self.normed, gate.weight, up.weight):
+            return many_rows.swiglu(self.normed, gate.weight, up.weight)
+        return silu_mul(*self._project([gate, up]))
+
+
+class _FewRows(_Part):
+    """A part of few rows in the fast grade: products of `few_rows`, norms in their epilogues."""
+
+    def _norm(self, weight: Tensor) -> None:
+        self._weighed = few_rows.weigh(self.x, weight)
+
+    def _add_product(self, inner: Tensor, linear: torch.nn.Linear, norm_weight: Tensor) -> None:
+        self._weighed = few_rows.add_product(self.x, inner, linear.weight, norm_weight)
+
+    def _end(self, inner: Tensor, linear: torch.nn.Linear, norm_weight: Tensor) -> None:
+        self._add_product(inner, linear, norm_weight)
+        rms_norm(self.x, norm_weight, self.shared.eps, self.normed)
+
+    def _project(self, linears: list[torch.nn.Linear]) -> tuple[Tensor, ...]:
+        weights, biases = zip(*((each.weight, each.bias) for each in linears), strict=True)
+        return few_rows.project_heads(self._weighed, weights, biases, self.shared.eps)
+
+    def _swiglu(self, gate: torch.nn.Linear, up: torch.nn.Linear) -> Tensor:
+        return few_rows.swiglu(self._weighed, gate.weight, up.weight, self.shared.eps)

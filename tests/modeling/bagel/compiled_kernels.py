@@ -100,14 +100,19 @@ def few_row_cases(rows: int) -> Cases:
     up, norm = empty(INNER, HIDDEN), empty(HIDDEN)
     heads = [empty(size, HIDDEN) for size in (HIDDEN, KV, KV)]
     biases = [empty(size) for size in (HIDDEN, KV, KV)]
+    weighed = few_rows.WeighedRows(x, empty(HIDDEN // few_rows.PART, rows, dtype=torch.float32))
     return {
         **{
             f"{name} product of {rows}": partial(few_rows.linear, *pair)
             for name, pair in weights.items()
         },
-        f"project_heads of {rows}": partial(few_rows.project_heads, x, heads, biases),
-        f"swiglu of {rows}": partial(few_rows.swiglu, x, up, up),
-        f"fast add_rms_norm of {rows}": partial(few_rows.add_rms_norm, x, x, norm, EPS, x, x),
+        f"weigh of {rows}": partial(few_rows.weigh, x, norm),
+        **{
+            f"add_product of {rows}, {name}": partial(few_rows.add_product, x, *weights[name], norm)
+            for name in ("square", "long")
+        },
+        f"project_heads of {rows}": partial(few_rows.project_heads, weighed, heads, biases, EPS),
+        f"swiglu of {rows}": partial(few_rows.swiglu, weighed, up, up, EPS),
     }
 
 

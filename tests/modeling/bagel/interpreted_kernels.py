@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -129,21 +130,41 @@ def heads() -> None:
 
 
 def small_decoder() -> Decoder:
-    decoder = Decoder(LlmConfig(256, 384, 2, 2, 1, 32))
+    decoder = Decoder(LlmConfig(256, 512, 2, 2, 1, 32))
     for name, param in decoder.named_parameters():
         is_norm = "norm" in name
         param.copy_(torch.rand(param.shape) + 0.5 if is_norm else torch.randn(param.shape) / 16)
     return decoder
 
 
-@torch.no_grad()
 def stack() -> None:
+    check_stack(FusedStack(side_by_side=False))
+
+
+def fast_stack() -> None:
+    few_rows.fits = lambda num_rows, weight: 0 < num_rows <= few_rows.MAX_ROWS  # fp32 too
+    counts = dict.fromkeys(("add_product", "project_heads", "swiglu"), 0)
+    for name in counts:
+        setattr(few_rows, name, counted(name, getattr(few_rows, name), counts))
+    check_stack(FusedStack(side_by_side=False, is_fast=True))
+    assert min(counts.values()) > 0, counts
+
+
+def counted(name: str, function: Callable, counts: dict[str, int]) -> Callable:
+    def call(*given: object) -> object:
+        counts[name] += 1
+        return function(*given)
+
+    return call
+
+
+@torch.no_grad()
+def check_stack(stack: FusedStack) -> None:
     """All layers of a small decoder: fused against eager, mixed experts and und only."""
     decoder = small_decoder()
     config = decoder.config
     # Capture does not exist here, and nothing else of the stack asks for a GPU.
     torch.cuda.is_current_stream_capturing = lambda: False
-    stack = FusedStack(side_by_side=False)
     for gen in (torch.tensor([1, 2, 5, 6]), torch.tensor([], dtype=torch.int64)):
         und = torch.tensor([i for i in range(8) if i not in gen.tolist()])
         experts = ExpertOrder.from_positions(und, gen)
@@ -298,24 +319,33 @@ def few_row_products() -> None:
     for rows in (1, 4, 9, 17, 32):
         x, weight = torch.randn(rows, 512), torch.randn(48, 512) / 16
         torch.testing.assert_close(few_rows.linear(x, weight), x @ weight.t(), rtol=0, atol=1e-5)
-        weights = [torch.randn(size, 512) / 16 for size in (64, 32, 32)]
-        biases = [torch.randn(weight.shape[0]) for weight in weights]
-        outs = few_rows.project_heads(x, weights, biases)
-        for out, weight, bias in zip(outs, weights, biases, strict=True):
-            torch.testing.assert_close(out, x @ weight.t() + bias, rtol=0, atol=1e-5)
-        gate, up = torch.randn(2, 32, 512) / 16
-        expected = F.silu(x @ gate.t()) * (x @ up.t())
-        torch.testing.assert_close(few_rows.swiglu(x, gate, up), expected, rtol=1e-5, atol=1e-5)
-        delta, norm = torch.randn(rows, 512), module(512)
-        total, out = poisoned(rows, 512), poisoned(rows, 512)
-        few_rows.add_rms_norm(x, delta, norm.weight, EPS, total, out)
-        assert torch.equal(total, x + delta)
-        close(out, norm(x + delta))
     weight = torch.empty(48, 512, dtype=torch.bfloat16)
     assert few_rows.fits(4, weight)
     assert not few_rows.fits(33, weight) and not few_rows.fits(0, weight)
     assert not few_rows.fits(4, weight[:, :500]) and not few_rows.fits(4, weight[:40])
     assert not few_rows.fits(4, weight.float())
+
+
+def few_row_norms() -> None:
+    """The residual stream through products behind norms: a head projection, an MLP, an end."""
+    size = 1280  # more parts than are added up at once
+    for rows in (1, 4, 9, 17, 32):
+        x, norm, inner = torch.randn(rows, size), module(size), torch.randn(rows, 512)
+        weights = [torch.randn(width, size) / 32 for width in (64, 32, 32)]
+        biases = [torch.randn(weight.shape[0]) for weight in weights]
+        weighed = few_rows.weigh(x, norm.weight)
+        close(weighed.rows, x * norm.weight)
+        outs = few_rows.project_heads(weighed, weights, biases, EPS)
+        for out, weight, bias in zip(outs, weights, biases, strict=True):
+            torch.testing.assert_close(out, norm(x) @ weight.t() + bias, rtol=0, atol=1e-5)
+        down, total = torch.randn(size, 512) / 16, x.clone()
+        weighed = few_rows.add_product(total, inner, down, norm.weight)
+        torch.testing.assert_close(total, x + inner @ down.t(), rtol=0, atol=1e-5)
+        close(weighed.rows, total * norm.weight)
+        gate, up = torch.randn(2, 32, size) / 32
+        expected = F.silu(norm(total) @ gate.t()) * (norm(total) @ up.t())
+        out = few_rows.swiglu(weighed, gate, up, EPS)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
 def sampling() -> None:
@@ -348,12 +378,14 @@ if __name__ == "__main__":
         swiglu,
         heads,
         stack,
+        fast_stack,
         joint_stack,
         few_queries,
         whole_images,
         many_row_products,
         bits_of_cublas,
         few_row_products,
+        few_row_norms,
         sampling,
     )
     {check.__name__: check for check in checks}[sys.argv[1]]()
