@@ -6,10 +6,11 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from modeling.bagel import few_rows, many_rows
 from modeling.bagel.context import INVARIANT_ROWS
+from modeling.bagel.cublas_order import splits_of
 from modeling.bagel.fused_ops import add_rms_norm, qk_norm_rope_store, rms_norm, silu_mul
 from modeling.bagel.layers import RMSNorm, rotary_table
 from modeling.bagel.qwen2_navit import Attention
@@ -171,6 +172,49 @@ def qk_case(rows: int, distribution: str, early: bool) -> Case:
     return Case(name, run, twin, 2 * (q.nbytes + k.nbytes + v.nbytes) + 2 * cos.nbytes)
 
 
+def linear_module(size: int, inner: int, seed: int, has_bias: bool = False) -> nn.Linear:
+    module = nn.Linear(inner, size, bias=has_bias, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        module.weight.copy_(draw((size, inner), "normal", seed) * 0.02)
+        if has_bias:
+            module.bias.copy_(draw((size,), "normal", seed + 1))
+    return module
+
+
+def ordered_cases(rows: int, distribution: str) -> Iterator[Case]:
+    """The exact grade's products of few rows, in the order of cuBLAS where that is known."""
+    x, inner = draw((rows, HIDDEN), distribution, rows), draw((rows, MLP), distribution, rows + 1)
+    sizes = (HIDDEN, KV_HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE)
+    heads = [linear_module(size, HIDDEN, size + i, has_bias=True) for i, size in enumerate(sizes)]
+    o_proj, down = linear_module(HIDDEN, HIDDEN, 4), linear_module(HIDDEN, MLP, 5)
+    gate, up = (linear_module(MLP, HIDDEN, i) for i in (6, 7))
+    splits = [splits_of(rows, linear) for linear in (*heads, o_proj, down, gate, up)]
+    if None in splits or len(set(splits[:3])) > 1 or splits[5:] != [1, 1]:
+        print(f"ordered products of {rows}: splits {splits} of cuBLAS are left to it")
+        return
+    weights, biases = zip(*((linear.weight, linear.bias) for linear in heads), strict=True)
+    name = f"{rows} {distribution}"
+    yield Case(
+        f"ordered heads {name}, {splits[0]} splits",
+        lambda: list(few_rows.project_heads(x, weights, biases, EPS, splits[0])),
+        lambda: [linear(x) for linear in heads],
+        sum(weight.nbytes for weight in weights),
+    )
+    for left, linear, count in ((x, o_proj, splits[3]), (inner, down, splits[4])):
+        yield Case(
+            f"ordered product {name}, {left.shape[1]} in {count} splits",
+            partial(lambda *given: [few_rows.linear(*given)], left, linear.weight, count),
+            partial(lambda left, linear: [linear(left)], left, linear),
+            linear.weight.nbytes,
+        )
+    yield Case(
+        f"ordered swiglu {name}",
+        lambda: [few_rows.swiglu(x, gate.weight, up.weight, EPS)],
+        lambda: [F.silu(gate(x)) * up(x)],
+        gate.weight.nbytes + up.weight.nbytes,
+    )
+
+
 def product_cases(rows: int) -> Iterator[Case]:
     """The fast grade's products of few rows and norms behind them, against cuBLAS and fp32."""
     x, attended = (draw((rows, HIDDEN), "normal", rows + i) for i in (0, 2))
@@ -238,6 +282,8 @@ def cases(rows: tuple[int, ...], distributions: tuple[str, ...]) -> Iterator[Cas
             yield silu_case(count, distribution)
             for early in (False, True):
                 yield qk_case(count, distribution, early)
+            if 0 < count <= few_rows.MAX_ROWS:
+                yield from ordered_cases(count, distribution)
             if count >= INVARIANT_ROWS:
                 yield gated_case(count, distribution, is_up_first=False)
         if count >= INVARIANT_ROWS:

@@ -1,10 +1,11 @@
-"""What the fast grade does with a few rows in Triton: products bound by reading the weights once.
+"""Products of a few rows in Triton, bound by reading the weights once.
 
-Sums run over the inner dimension in fp32, in one order for any number of rows; cuBLAS, which the
-exact grade keeps, takes another order. RMSNorm has no kernel of its own: a product that ends in
-the residual stream also writes its rows times the next norm's weight, and sums of their squares;
-the products that read them multiply what they get by the norm's scale. Shape letters: M rows (at
-most 32), K inner, N outputs, P parts of a row's sum of squares.
+Sums run over the inner dimension in fp32, in order, cut into as many splits as the caller says: the
+exact grade asks for those of cuBLAS (see cublas_order.py) and gets its bits, the fast grade for
+one. In the fast grade RMSNorm has no kernel of its own: a product that ends in the residual stream
+also writes its rows times the next norm's weight, and sums of their squares; the products that read
+them multiply what they get by the norm's scale. Shape letters: M rows (at most 32), K inner, N
+outputs, P parts of a row's sum of squares.
 """
 
 from typing import NamedTuple
@@ -14,11 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from modeling.bagel.fused_ops import EXACT, silu_times
+
 MAX_ROWS = 32
 LARGE_N, LARGE_K = 65536, 8192
 PART = 16
 """Neighbouring numbers of a row whose squares are added up first."""
 PARTS_AT_ONCE = 32
+SPLIT_TILE = 64
+"""Inner numbers of a tile of cuBLAS's kernels: splits end where tiles do."""
 
 
 class WeighedRows(NamedTuple):
@@ -35,12 +40,16 @@ def _product(
     first,
     num_rows,
     K: tl.constexpr,
+    SPLIT: tl.constexpr,
     N_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """weight[first : first + N_BLOCK] times x transposed: fp32 [N_BLOCK, ROWS]."""
+    """weight[first : first + N_BLOCK] times x transposed: fp32 [N_BLOCK, ROWS].
+
+    Splits of SPLIT inner numbers are summed by themselves, then added up in order.
+    """
     outs, row, inner = (
         first + tl.arange(0, N_BLOCK),
         tl.arange(0, ROWS),
@@ -48,12 +57,30 @@ def _product(
     )
     weight_ptrs = weight_ptr + outs.to(tl.int64)[:, None] * K + inner[None, :]
     x_ptrs = x_ptr + row[None, :] * K + inner[:, None]
+    blocks: tl.constexpr = (SPLIT + K_BLOCK - 1) // K_BLOCK
+    splits: tl.constexpr = (K + SPLIT - 1) // SPLIT
+    # One loop over all blocks, so that the loads of a split begin while the last one is summed.
     acc = tl.zeros((N_BLOCK, ROWS), tl.float32)
-    for k in tl.range(0, K, K_BLOCK, num_stages=STAGES):
-        weight = tl.load(weight_ptrs + k, eviction_policy="evict_first")
-        x = tl.load(x_ptrs + k, mask=(row < num_rows)[None, :], other=0.0)
+    total = tl.zeros((N_BLOCK, ROWS), tl.float32)
+    for i in tl.range(0, splits * blocks, num_stages=STAGES):
+        block = i if splits == 1 else i % blocks
+        k = i * K_BLOCK if splits == 1 else i // blocks * SPLIT + block * K_BLOCK
+        is_row = (row < num_rows)[None, :]
+        if SPLIT % K_BLOCK == 0 and K % SPLIT == 0:
+            weight = tl.load(weight_ptrs + k, eviction_policy="evict_first")
+            x = tl.load(x_ptrs + k, mask=is_row, other=0.0)
+        else:
+            inside = (inner < SPLIT - block * K_BLOCK) & (inner < K - k)
+            weight = tl.load(
+                weight_ptrs + k, mask=inside[None, :], other=0.0, eviction_policy="evict_first"
+            )
+            x = tl.load(x_ptrs + k, mask=inside[:, None] & is_row, other=0.0)
         acc = tl.dot(weight, x, acc)
-    return acc
+        if splits > 1:
+            is_end = block == blocks - 1
+            total = tl.where(is_end, total + acc, total)
+            acc = tl.where(is_end, 0.0, acc)
+    return total if splits > 1 else acc
 
 
 @triton.jit
@@ -98,13 +125,14 @@ def _linear_kernel(
     num_rows,
     N: tl.constexpr,
     K: tl.constexpr,
+    SPLIT: tl.constexpr,
     N_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     first = tl.program_id(0) * N_BLOCK
-    acc = _product(x_ptr, weight_ptr, first, num_rows, K, N_BLOCK, K_BLOCK, ROWS, STAGES)
+    acc = _product(x_ptr, weight_ptr, first, num_rows, K, SPLIT, N_BLOCK, K_BLOCK, ROWS, STAGES)
     _store(acc, out_ptr, first, num_rows, N, N_BLOCK, ROWS)
 
 
@@ -143,7 +171,7 @@ def _add_product_kernel(
     STAGES: tl.constexpr,
 ):
     first = tl.program_id(0) * N_BLOCK
-    acc = _product(inner_ptr, weight_ptr, first, num_rows, K, N_BLOCK, K_BLOCK, ROWS, STAGES)
+    acc = _product(inner_ptr, weight_ptr, first, num_rows, K, K, N_BLOCK, K_BLOCK, ROWS, STAGES)
     outs, row = first + tl.arange(0, N_BLOCK), tl.arange(0, ROWS)
     places, inside = row[None, :] * N + outs[:, None], (row < num_rows)[None, :]
     x = tl.load(x_ptr + places, mask=inside, other=0.0)
@@ -171,6 +199,7 @@ def _heads_kernel(
     Q: tl.constexpr,
     KV: tl.constexpr,
     K: tl.constexpr,
+    SPLIT: tl.constexpr,
     PART: tl.constexpr,
     AT_ONCE: tl.constexpr,
     N_BLOCK: tl.constexpr,
@@ -178,7 +207,7 @@ def _heads_kernel(
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Programs of q, then of k, then of v."""
+    """Programs of q, then of k, then of v; with sums of squares, of rows before a norm's scale."""
     first = tl.program_id(0) * N_BLOCK
     weight_ptr, bias_ptr, out_ptr, size = q_weight_ptr, q_bias_ptr, q_ptr, Q
     if first >= Q + KV:
@@ -187,8 +216,9 @@ def _heads_kernel(
     elif first >= Q:
         first -= Q
         weight_ptr, bias_ptr, out_ptr, size = k_weight_ptr, k_bias_ptr, k_ptr, KV
-    acc = _product(x_ptr, weight_ptr, first, num_rows, K, N_BLOCK, K_BLOCK, ROWS, STAGES)
-    acc *= _scale(square_ptr, num_rows, eps, K, PART, ROWS, AT_ONCE)[None, :]
+    acc = _product(x_ptr, weight_ptr, first, num_rows, K, SPLIT, N_BLOCK, K_BLOCK, ROWS, STAGES)
+    if square_ptr is not None:
+        acc *= _scale(square_ptr, num_rows, eps, K, PART, ROWS, AT_ONCE)[None, :]
     acc += tl.load(bias_ptr + first + tl.arange(0, N_BLOCK)).to(tl.float32)[:, None]
     _store(acc, out_ptr, first, num_rows, size, N_BLOCK, ROWS)
 
@@ -211,6 +241,7 @@ def _swiglu_kernel(
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """Rounded as in the eager path or, with sums of squares of the rows, once."""
     first = tl.program_id(0) * N_BLOCK
     outs, row, inner = first + tl.arange(0, N_BLOCK), tl.arange(0, ROWS), tl.arange(0, K_BLOCK)
     places = outs.to(tl.int64)[:, None] * K + inner[None, :]
@@ -223,9 +254,14 @@ def _swiglu_kernel(
         x = tl.load(x_ptrs + k, mask=(row < num_rows)[None, :], other=0.0)
         gate = tl.dot(gate_weight, x, gate)
         up = tl.dot(up_weight, x, up)
-    scale = _scale(square_ptr, num_rows, eps, K, PART, ROWS, AT_ONCE)[None, :]
-    gate, up = gate * scale, up * scale
-    _store(gate / (1.0 + tl.exp(-gate)) * up, out_ptr, first, num_rows, N, N_BLOCK, ROWS)
+    if square_ptr is not None:
+        scale = _scale(square_ptr, num_rows, eps, K, PART, ROWS, AT_ONCE)[None, :]
+        gate, up = gate * scale, up * scale
+        product = gate / (1.0 + tl.exp(-gate)) * up
+    else:
+        dtype: tl.constexpr = out_ptr.dtype.element_ty
+        product = silu_times(gate.to(dtype), up.to(dtype))
+    _store(product, out_ptr, first, num_rows, N, N_BLOCK, ROWS)
 
 
 def fits(num_rows: int, weight: Tensor) -> bool:
@@ -251,13 +287,18 @@ def _tile(n_block: int, k_block: int, rows: int, stages: int, warps: int) -> dic
     return dict(zip(names, (n_block, k_block, rows, stages, warps), strict=True))
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
+def split_size(inner: int, splits: int) -> int:
+    """Inner numbers of all splits but the last one: whole tiles of cuBLAS, as many in each."""
+    return triton.cdiv(inner // SPLIT_TILE, splits) * SPLIT_TILE
+
+
+def linear(x: Tensor, weight: Tensor, splits: int = 1) -> Tensor:
     """x [M, K] by weight [N, K]: [M, N]."""
     num_rows, (size, inner) = x.shape[0], weight.shape
     out = x.new_empty(num_rows, size)
     blocks = _blocks(num_rows, size, inner)
     _linear_kernel[(size // blocks["N_BLOCK"],)](
-        x, weight, out, num_rows, N=size, K=inner, **blocks
+        x, weight, out, num_rows, N=size, K=inner, SPLIT=split_size(inner, splits), **blocks
     )
     return out
 
@@ -307,14 +348,23 @@ def _empty_weighed(x: Tensor) -> WeighedRows:
 
 
 def project_heads(
-    x: WeighedRows, weights: tuple[Tensor, ...], biases: tuple[Tensor, ...], eps: float
+    x: Tensor | WeighedRows,
+    weights: tuple[Tensor, ...],
+    biases: tuple[Tensor, ...],
+    eps: float,
+    splits: int = 1,
 ) -> tuple[Tensor, ...]:
-    """q, k and v projections of normed rows [M, K] in one launch: [M, Q], [M, KV], [M, KV]."""
-    (num_rows, inner), sizes = x.rows.shape, [weight.shape[0] for weight in weights]
-    outs = [x.rows.new_empty(num_rows, size) for size in sizes]
+    """q, k and v projections of normed rows [M, K] in one launch: [M, Q], [M, KV], [M, KV].
+
+    Normed they are already, or are weighed and get the norm's scale here, with its `eps`.
+    """
+    rows, squares = x if isinstance(x, WeighedRows) else (x, None)
+    (num_rows, inner), sizes = rows.shape, [weight.shape[0] for weight in weights]
+    outs = [rows.new_empty(num_rows, size) for size in sizes]
     blocks = _blocks(num_rows, sizes[0], inner)
     _heads_kernel[(sum(sizes) // blocks["N_BLOCK"],)](
-        *x,
+        rows,
+        squares,
         *weights,
         *biases,
         *outs,
@@ -323,6 +373,7 @@ def project_heads(
         Q=sizes[0],
         KV=sizes[1],
         K=inner,
+        SPLIT=split_size(inner, splits),
         PART=PART,
         AT_ONCE=PARTS_AT_ONCE,
         **blocks,
@@ -330,13 +381,18 @@ def project_heads(
     return tuple(outs)
 
 
-def swiglu(x: WeighedRows, gate: Tensor, up: Tensor, eps: float) -> Tensor:
-    """silu(gate x) * (up x) of normed rows x [M, K] by weights [N, K]: [M, N], rounded once."""
-    num_rows, (size, inner) = x.rows.shape[0], gate.shape
-    out = x.rows.new_empty(num_rows, size)
+def swiglu(x: Tensor | WeighedRows, gate: Tensor, up: Tensor, eps: float) -> Tensor:
+    """silu(gate x) * (up x) of normed rows x [M, K] by weights [N, K]: [M, N].
+
+    Of rows that are normed already it is rounded where the eager path rounds, of weighed ones once.
+    """
+    rows, squares = x if isinstance(x, WeighedRows) else (x, None)
+    num_rows, (size, inner) = rows.shape[0], gate.shape
+    out = rows.new_empty(num_rows, size)
     blocks = _blocks(num_rows, size, inner) | {"STAGES": 3}
     _swiglu_kernel[(size // blocks["N_BLOCK"],)](
-        *x,
+        rows,
+        squares,
         gate,
         up,
         out,
@@ -347,5 +403,6 @@ def swiglu(x: WeighedRows, gate: Tensor, up: Tensor, eps: float) -> Tensor:
         PART=PART,
         AT_ONCE=PARTS_AT_ONCE,
         **blocks,
+        **EXACT,
     )
     return out

@@ -1,8 +1,8 @@
 """The rollout's stack of layers with fused operators: norms, RoPE, cache writes, SwiGLU.
 
 In the exact grade it computes what `Bagel.extend` computes layer by layer in its eager form, bit
-for bit, with the same matrix products. The fast grade takes kernels of its own for the products of
-few rows, which round differently.
+for bit: matrix products are those of cuBLAS, or kernels of its own that sum in the same order. The
+fast grade rounds differently where rows are few.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from modeling.bagel import few_rows, many_rows
 from modeling.bagel.bagel import Wanted
 from modeling.bagel.cache import CacheAppend, CacheRun
 from modeling.bagel.config import LlmConfig
+from modeling.bagel.cublas_order import splits_of
 from modeling.bagel.fused_ops import (
     add_rms_norm,
     fits_norm,
@@ -71,9 +72,8 @@ class FusedStack:
         """
         shared = _Pass(decoder, x, rotary)
         und_spans, gen_spans = _spans(append, experts)
-        # In the exact grade few rows stay alone: beside others cuBLAS gives them other bits.
-        und = [self._part(shared, "", group) for group in _groups(und_spans, self.is_fast)]
-        gen = [self._part(shared, GEN, group) for group in _groups(gen_spans, True)]
+        und = self._und_parts(shared, und_spans)
+        gen = [self._part(shared, GEN, group) for group in _groups(gen_spans)]
         streams = self._streams if torch.cuda.is_current_stream_capturing() else []
         side = None
         if streams and all(part.x.shape[0] <= SIDE_BY_SIDE_ROWS for part in und):
@@ -91,18 +91,37 @@ class FusedStack:
             shared.index += 1
         return shared.normed
 
+    def _und_parts(self, shared: "_Pass", spans: list[Span]) -> list["_Part"]:
+        """All spans together where few rows have the bits that each span has alone, or need not."""
+        together = [self._part(shared, "", group) for group in _groups(spans)]
+        if self.is_fast or all(isinstance(part, _OrderedRows) for part in together):
+            return together
+        return [self._part(shared, "", [span]) for span in spans]
+
     def _part(self, shared: "_Pass", suffix: str, spans: list[Span]) -> "_Part":
-        num_rows = spans[-1][0].stop - spans[0][0].start
-        linears = _linears(shared.decoder.layers[0], suffix)
-        if self.is_fast and all(few_rows.fits(num_rows, each.weight) for each in linears):
-            return _FewRows(shared, suffix, spans)
+        layers = [_linears(layer, suffix) for layer in shared.decoder.layers]
+        linears = [linear for layer in layers for linear in layer]
+        if not all(few_rows.fits(_num_rows(spans), linear.weight) for linear in linears):
+            return _Part(shared, suffix, spans)
+        if self.is_fast:
+            return _WeighedRows(shared, suffix, spans)
+        lengths = {_num_rows([span]) for span in spans}
+        splits = {linear: splits_of(max(lengths), linear) for linear in linears}
+        if len(lengths) == 1 and all(_OrderedRows.takes(layer, splits) for layer in layers):
+            return _OrderedRows(shared, suffix, spans, splits)
         return _Part(shared, suffix, spans)
 
     def project(self, x: Tensor, linear: torch.nn.Linear) -> Tensor:
         """The product of x [M, K] with a linear layer without bias: [M, N]."""
-        if self.is_fast and few_rows.fits(x.shape[0], linear.weight):
-            return few_rows.linear(x, linear.weight)
+        if few_rows.fits(x.shape[0], linear.weight):
+            splits = 1 if self.is_fast else splits_of(x.shape[0], linear)
+            if splits is not None:
+                return few_rows.linear(x, linear.weight, splits)
         return linear(x)
+
+
+def _num_rows(spans: list[Span]) -> int:
+    return spans[-1][0].stop - spans[0][0].start
 
 
 def _linears(layer: DecoderLayer, suffix: str) -> list[torch.nn.Linear]:
@@ -122,12 +141,11 @@ def _spans(append: CacheAppend, experts: ExpertOrder) -> tuple[list[Span], list[
     return und, gen
 
 
-def _groups(spans: list[Span], may_join: bool) -> list[list[Span]]:
-    """Neighbouring spans that go through products together: none if they may not, else as many
-    as have PART_ROWS rows in all."""
+def _groups(spans: list[Span]) -> list[list[Span]]:
+    """Neighbouring spans that go through products together: as many as have PART_ROWS in all."""
     groups: list[list[Span]] = []
     for span in spans:
-        if may_join and groups and span[0].stop - groups[-1][0][0].start <= PART_ROWS:
+        if groups and _num_rows([groups[-1][0], span]) <= PART_ROWS:
             groups[-1].append(span)
         else:
             groups.append([span])
@@ -238,9 +256,10 @@ class _Part:
 
     def _add_product(self, inner: Tensor, linear: torch.nn.Linear, norm_weight: Tensor) -> None:
         """Adds a product to the rows and normalises the sum."""
-        add_rms_norm(
-            self.x, linear(inner), norm_weight, self.shared.eps, self.other, self.normed
-        )
+        self._add_and_norm(linear(inner), norm_weight)
+
+    def _add_and_norm(self, delta: Tensor, norm_weight: Tensor) -> None:
+        add_rms_norm(self.x, delta, norm_weight, self.shared.eps, self.other, self.normed)
         self.x, self.other = self.other, self.x
 
     def _end(self, inner: Tensor, linear: torch.nn.Linear, norm_weight: Tensor) -> None:
@@ -271,7 +290,38 @@ class _Part:
         return silu_mul(*self._project([gate, up]))
 
 
-class _FewRows(_Part):
+class _OrderedRows(_Part):
+    """A part of few rows in the exact grade: products of `few_rows` in the order of cuBLAS.
+
+    Its spans have as many rows each; every one gets the bits that cuBLAS gives it alone.
+    """
+
+    def __init__(
+        self, shared: _Pass, suffix: str, spans: list[Span], splits: dict[torch.nn.Linear, int]
+    ):
+        super().__init__(shared, suffix, spans)
+        self._splits = splits
+
+    @staticmethod
+    def takes(layer: list[torch.nn.Linear], splits: dict[torch.nn.Linear, int | None]) -> bool:
+        """Whether there are kernels for the splits of a layer's products."""
+        q, k, v, o, gate, up, down = (splits[linear] for linear in layer)
+        return None not in (q, o, down) and q == k == v and gate == up == 1
+
+    def _add_product(self, inner: Tensor, linear: torch.nn.Linear, norm_weight: Tensor) -> None:
+        delta = few_rows.linear(inner, linear.weight, self._splits[linear])
+        self._add_and_norm(delta, norm_weight)
+
+    def _project(self, linears: list[torch.nn.Linear]) -> tuple[Tensor, ...]:
+        weights, biases = zip(*((each.weight, each.bias) for each in linears), strict=True)
+        splits = self._splits[linears[0]]
+        return few_rows.project_heads(self.normed, weights, biases, self.shared.eps, splits)
+
+    def _swiglu(self, gate: torch.nn.Linear, up: torch.nn.Linear) -> Tensor:
+        return few_rows.swiglu(self.normed, gate.weight, up.weight, self.shared.eps)
+
+
+class _WeighedRows(_Part):
     """A part of few rows in the fast grade: products of `few_rows`, norms in their epilogues."""
 
     def _norm(self, weight: Tensor) -> None:

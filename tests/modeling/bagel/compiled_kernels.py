@@ -21,6 +21,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from modeling.bagel import few_rows, fused_attention, fused_ops, many_rows
+from modeling.bagel.cublas_order import split_product
 from modeling.bagel.fused_sampling import draw_tokens
 from modeling.bagel.sampling import SamplingConfig
 
@@ -113,6 +114,10 @@ def few_row_cases(rows: int) -> Cases:
         },
         f"project_heads of {rows}": partial(few_rows.project_heads, weighed, heads, biases, EPS),
         f"swiglu of {rows}": partial(few_rows.swiglu, weighed, up, up, EPS),
+        f"ordered product of {rows}": partial(few_rows.linear, *weights["long"], 7),
+        f"ordered heads of {rows}": partial(few_rows.project_heads, x, heads, biases, EPS, 2),
+        f"ordered swiglu of {rows}": partial(few_rows.swiglu, x, up, up, EPS),
+        f"split product of {rows}": partial(split_product, x, heads[0], biases[0], 2),
     }
 
 

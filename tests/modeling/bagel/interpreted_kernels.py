@@ -8,10 +8,11 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from modeling.bagel import few_rows, fused_flow, many_rows
+from modeling.bagel import cublas_order, few_rows, fused_flow, many_rows
 from modeling.bagel.bagel import Wanted
 from modeling.bagel.cache import CacheAppend, CacheSpec, KvCache
 from modeling.bagel.config import LlmConfig
+from modeling.bagel.cublas_order import split_product
 from modeling.bagel.fused_attention import (
     few_queries_attention,
     fits_few,
@@ -158,6 +159,31 @@ def counted(name: str, function: Callable, counts: dict[str, int]) -> Callable:
     return call
 
 
+def ordered_stack() -> None:
+    """Few rows of the exact grade, in splits of any number that cuBLAS might take."""
+    few_rows.fits = lambda num_rows, weight: 0 < num_rows <= few_rows.MAX_ROWS  # fp32 too
+    asked: list[int] = []
+
+    def splits_of(num_rows: int, linear: torch.nn.Linear) -> int:
+        asked.append(num_rows)
+        return 1 if linear.weight.shape[0] == 512 else 3  # gate and up, the others
+
+    fused_flow.splits_of = splits_of
+    counts = dict.fromkeys(("linear", "project_heads", "swiglu"), 0)
+    for name in counts:
+        setattr(few_rows, name, counted(name, getattr(few_rows, name), counts))
+    check_stack(FusedStack(side_by_side=False))
+    assert min(counts.values()) > 0 and set(asked) == {4, 8}, (counts, asked)
+    asked.clear()
+    joint_stack((False,))
+    assert set(asked) == {2}, "a span's order is that of its own rows, whatever is beside it"
+    for unknown in (1, 2, None):  # gate and up in splits, or an order that was not found
+        fused_flow.splits_of = lambda num_rows, linear, found=unknown: found
+        counts.update(dict.fromkeys(counts, 0))
+        check_stack(FusedStack(side_by_side=False))
+        assert (counts["swiglu"] > 0) == (unknown == 1)
+
+
 @torch.no_grad()
 def check_stack(stack: FusedStack) -> None:
     """All layers of a small decoder: fused against eager, mixed experts and und only."""
@@ -193,13 +219,13 @@ def check_stack(stack: FusedStack) -> None:
 
 
 @torch.no_grad()
-def joint_stack() -> None:
+def joint_stack(grades: tuple[bool, ...] = (False, True)) -> None:
     """The rows of two caches in one pass: as in a pass each."""
     decoder = small_decoder()
     torch.cuda.is_current_stream_capturing = lambda: False
     experts = ExpertOrder.from_positions(torch.tensor([0, 3]), torch.tensor([1, 2]))
     rope_ids = experts.to_expert(torch.arange(4))
-    for is_fast in (False, True):
+    for is_fast in grades:
         stack, alone, appends = FusedStack(False, is_fast), [], []
         for seed in (0, 1):
             x = torch.randn(4, 256, generator=torch.Generator().manual_seed(seed))
@@ -319,11 +345,37 @@ def few_row_products() -> None:
     for rows in (1, 4, 9, 17, 32):
         x, weight = torch.randn(rows, 512), torch.randn(48, 512) / 16
         torch.testing.assert_close(few_rows.linear(x, weight), x @ weight.t(), rtol=0, atol=1e-5)
+    for splits, size in ((2, 512), (3, 384), (5, 256), (7, 192)):
+        assert few_rows.split_size(1024, splits) == size
+        x, weight, bias = torch.randn(4, 1024), torch.randn(48, 1024) / 16, torch.randn(48)
+        expected = x @ weight.t()
+        near = partial(torch.testing.assert_close, rtol=0, atol=1e-5)
+        near(few_rows.linear(x, weight, splits), expected)
+        near(split_product(x, weight, bias, splits), expected + bias)
+        near(split_product(x, weight, None, splits), expected)
+        outs = few_rows.project_heads(x, [weight] * 3, [bias] * 3, EPS, splits)
+        near(torch.stack(outs), (expected + bias).expand(3, -1, -1))
+    gate, up = torch.randn(2, 32, 512) / 16
+    x = torch.randn(4, 512)
+    near(few_rows.swiglu(x, gate, up, EPS), F.silu(x @ gate.t()) * (x @ up.t()))
     weight = torch.empty(48, 512, dtype=torch.bfloat16)
     assert few_rows.fits(4, weight)
     assert not few_rows.fits(33, weight) and not few_rows.fits(0, weight)
     assert not few_rows.fits(4, weight[:, :500]) and not few_rows.fits(4, weight[:40])
     assert not few_rows.fits(4, weight.float())
+
+
+def order_of_cublas() -> None:
+    """The number of splits is found by its bits, or not at all."""
+    weight, bias = torch.randn(64, 1280), torch.randn(64)
+    assert cublas_order.splits_of(4, torch.nn.Linear(1280, 64)) is None  # not on a GPU
+    plain = F.linear
+    for splits in (1, 2, 3, 7):
+        F.linear = lambda x, weight, bias, splits=splits: split_product(x, weight, bias, splits)
+        assert cublas_order.find_splits(4, weight, bias) == splits
+    assert cublas_order.find_splits(4, torch.zeros(64, 1280), None) is None  # no order shows
+    F.linear = lambda x, weight, bias: plain(x.double(), weight.double()).float()
+    assert cublas_order.find_splits(4, weight, None) is None
 
 
 def few_row_norms() -> None:
@@ -379,6 +431,7 @@ if __name__ == "__main__":
         heads,
         stack,
         fast_stack,
+        ordered_stack,
         joint_stack,
         few_queries,
         whole_images,
@@ -386,6 +439,7 @@ if __name__ == "__main__":
         bits_of_cublas,
         few_row_products,
         few_row_norms,
+        order_of_cublas,
         sampling,
     )
     {check.__name__: check for check in checks}[sys.argv[1]]()

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 CHECKS = ("norms", "reduction_order", "swiglu", "heads", "stack", "joint_stack", "few_queries")
 CHECKS += ("whole_images", "many_row_products", "bits_of_cublas", "few_row_products")
-CHECKS += ("few_row_norms", "fast_stack", "sampling")
+CHECKS += ("few_row_norms", "order_of_cublas", "fast_stack", "ordered_stack", "sampling")
 
 
 @pytest.mark.parametrize("check", CHECKS)
