@@ -194,6 +194,7 @@ class _Part:
         self.suffix = suffix
         self.spans = spans
         self.rows = slice(spans[0][0].start, spans[-1][0].stop)
+        self.rows_alone = _num_rows(spans[:1])
         self.x, self.other = shared.x[self.rows], shared.other[self.rows]
         self.normed = shared.normed[self.rows]
         self.streams: list[torch.cuda.Stream] = []
@@ -252,14 +253,15 @@ class _Part:
             )
 
     def _norm(self, weight: Tensor) -> None:
-        rms_norm(self.x, weight, self.shared.eps, self.normed)
+        rms_norm(self.x, weight, self.shared.eps, self.normed, self.rows_alone)
 
     def _add_product(self, inner: Tensor, linear: torch.nn.Linear, norm_weight: Tensor) -> None:
         """Adds a product to the rows and normalises the sum."""
         self._add_and_norm(linear(inner), norm_weight)
 
     def _add_and_norm(self, delta: Tensor, norm_weight: Tensor) -> None:
-        add_rms_norm(self.x, delta, norm_weight, self.shared.eps, self.other, self.normed)
+        norm = (norm_weight, self.shared.eps)
+        add_rms_norm(self.x, delta, *norm, self.other, self.normed, self.rows_alone)
         self.x, self.other = self.other, self.x
 
     def _end(self, inner: Tensor, linear: torch.nn.Linear, norm_weight: Tensor) -> None:

@@ -125,16 +125,31 @@ def _rms_norm_kernel(
     tl.store(out_ptr + row + places, (weight * normed).to(x.dtype), mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """Writes RMSNorm of x [S, D] by weight [D] into `out` [S, D]; all contiguous, one type."""
-    _launch_norm(x, x, x, weight, eps, out, has_residual=False)
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, out: Tensor, rows_alone: int | None = None
+) -> None:
+    """Writes RMSNorm of x [S, D] by weight [D] into `out` [S, D]; all contiguous, one type.
+
+    PyTorch adds up a row in an order that goes with the number of rows. `rows_alone` is the number
+    to go by, where the eager path norms fewer rows at a time; None means S.
+    """
+    _launch_norm(x, x, x, weight, eps, out, rows_alone, has_residual=False)
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor, out: Tensor
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    total: Tensor,
+    out: Tensor,
+    rows_alone: int | None = None,
 ) -> None:
-    """Writes x + residual into `total` and its RMSNorm into `out`; all [S, D], contiguous."""
-    _launch_norm(x, residual, total, weight, eps, out, has_residual=True)
+    """Writes x + residual into `total` and its RMSNorm into `out`; all [S, D], contiguous.
+
+    `rows_alone`: see `rms_norm`.
+    """
+    _launch_norm(x, residual, total, weight, eps, out, rows_alone, has_residual=True)
 
 
 def _launch_norm(
@@ -144,6 +159,7 @@ def _launch_norm(
     weight: Tensor,
     eps: float,
     out: Tensor,
+    rows_alone: int | None,
     has_residual: bool,
 ) -> None:
     num_rows, size = x.shape
@@ -159,7 +175,7 @@ def _launch_norm(
         1 / size,
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),
-        WIDTH=reduce_width(num_rows, size),
+        WIDTH=reduce_width(rows_alone or num_rows, size),
         HAS_RESIDUAL=has_residual,
         # A row of many is one warp's work; few rows need all the threads they can get.
         num_warps=1 if num_rows >= MANY_ROWS else 4,

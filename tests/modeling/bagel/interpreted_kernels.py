@@ -95,6 +95,21 @@ def reduction_order() -> None:
         assert reduce_width(rows, size) == width, (rows, size)
 
 
+def norms_of_joined_rows() -> None:
+    """Rows beside others are normed to the bits that they have alone, for as few rows."""
+    (x, residual), norm = torch.randn(2, 80, 3584), module(3584)
+    alone, joined, beside, total, plain = (poisoned(80, 3584) for _ in range(5))
+    for start in range(0, 80, 8):
+        rows = slice(start, start + 8)
+        norm_in = (x[rows], residual[rows], norm.weight, EPS, total[rows], alone[rows])
+        add_rms_norm(*norm_in)
+    add_rms_norm(x, residual, norm.weight, EPS, total, joined, rows_alone=8)
+    add_rms_norm(x, residual, norm.weight, EPS, total, beside)
+    assert torch.equal(joined, alone) and not torch.equal(beside, alone)
+    rms_norm(total, norm.weight, EPS, plain, rows_alone=8)
+    assert torch.equal(plain, alone)
+
+
 def swiglu() -> None:
     for shape in ((0, 8), (1, 1), (3, 1000), (2, 1025)):
         gate, up = torch.randn(shape) * 4, torch.randn(shape)
@@ -172,11 +187,21 @@ def ordered_stack() -> None:
     counts = dict.fromkeys(("linear", "project_heads", "swiglu"), 0)
     for name in counts:
         setattr(few_rows, name, counted(name, getattr(few_rows, name), counts))
+    normed: list[tuple[int, int]] = []
+
+    def norm(x: torch.Tensor, *given: object) -> None:
+        normed.append((x.shape[0], given[-1]))
+        add_rms_norm(x, *given)
+
+    fused_flow.add_rms_norm = norm
     check_stack(FusedStack(side_by_side=False))
     assert min(counts.values()) > 0 and set(asked) == {4, 8}, (counts, asked)
+    assert set(normed) == {(4, 4), (8, 8)}
     asked.clear()
+    normed.clear()
     joint_stack((False,))
     assert set(asked) == {2}, "a span's order is that of its own rows, whatever is beside it"
+    assert (4, 2) in normed and {alone for _, alone in normed} == {2}
     for unknown in (1, 2, None):  # gate and up in splits, or an order that was not found
         fused_flow.splits_of = lambda num_rows, linear, found=unknown: found
         counts.update(dict.fromkeys(counts, 0))
@@ -427,6 +452,7 @@ if __name__ == "__main__":
     checks = (
         norms,
         reduction_order,
+        norms_of_joined_rows,
         swiglu,
         heads,
         stack,

@@ -16,9 +16,25 @@ pytest.importorskip("triton", reason="Triton comes with PyTorch's GPU builds onl
 ROOT = Path(__file__).resolve().parents[3]
 
 
-CHECKS = ("norms", "reduction_order", "swiglu", "heads", "stack", "joint_stack", "few_queries")
-CHECKS += ("whole_images", "many_row_products", "bits_of_cublas", "few_row_products")
-CHECKS += ("few_row_norms", "order_of_cublas", "fast_stack", "ordered_stack", "sampling")
+CHECKS = (
+    "norms",
+    "reduction_order",
+    "norms_of_joined_rows",
+    "swiglu",
+    "heads",
+    "stack",
+    "joint_stack",
+    "fast_stack",
+    "ordered_stack",
+    "few_queries",
+    "whole_images",
+    "many_row_products",
+    "bits_of_cublas",
+    "few_row_products",
+    "order_of_cublas",
+    "few_row_norms",
+    "sampling",
+)
 
 
 @pytest.mark.parametrize("check", CHECKS)
