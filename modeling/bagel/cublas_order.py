@@ -5,6 +5,8 @@ rows and outputs cuBLAS may cut the sum into splits and add those up, in order t
 choice, by sizes and alignment, and not promised: it is looked up once, by trying.
 """
 
+import logging
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -16,6 +18,7 @@ from modeling.bagel.few_rows import SPLIT_TILE, split_size
 MAX_SPLITS, DRAWS = 16, 24
 HOPPER = 9
 ALIGNMENTS = 256
+logger = logging.getLogger("faster_r3")
 _found: dict[tuple, int | None] = {}
 
 
@@ -86,8 +89,12 @@ def splits_of(num_rows: int, linear: nn.Linear) -> int | None:
     if key not in _found:
         if not weight.is_cuda or torch.cuda.is_current_stream_capturing():
             return None
-        is_known = torch.cuda.get_device_capability(weight.device)[0] == HOPPER
-        _found[key] = find_splits(num_rows, weight, bias) if is_known else None
+        _found[key] = None
+        if torch.cuda.get_device_capability(weight.device)[0] == HOPPER:
+            _found[key] = find_splits(num_rows, weight, bias)
+            if _found[key] is None:
+                text = "how cuBLAS sums products of %d rows by %d x %d was not found: left to it"
+                logger.warning(text, num_rows, *weight.shape)
     return _found[key]
 
 

@@ -50,7 +50,7 @@ class FusedStack:
 
     `side_by_side` runs what is small on streams of its own, inside a graph capture only, where
     the graph keeps memory apart: the few und rows of an image segment beside its gen rows, and
-    the projections of a text turn beside each other.
+    small projections that are left to cuBLAS beside each other.
     """
 
     def __init__(self, side_by_side: bool, is_fast: bool = False):

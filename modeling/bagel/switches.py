@@ -84,7 +84,7 @@ SWITCH_TABLE: tuple[Switch, ...] = (
         "bool",
         "1",
         "fused_decode_streams",
-        "small projections of the text decode side by side on several streams",
+        "few rows beside many, and small projections, on streams of their own",
     ),
     Switch("R3_FUSE_FLOW", "bool", "1", "fuse_flow", "fused image flow"),
     Switch("R3_FUSED_TRAIN_OPS", "bool", "1", "fused_train_ops", "fused training operators"),
