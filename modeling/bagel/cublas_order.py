@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from modeling.bagel.few_rows import SPLIT_TILE, split_size
+from modeling.bagel.fused_ops import is_hopper
 
 MAX_SPLITS, DRAWS = 16, 24
-HOPPER = 9
 ALIGNMENTS = 256
 logger = logging.getLogger("faster_r3")
 _found: dict[tuple, int | None] = {}
@@ -90,7 +90,7 @@ def splits_of(num_rows: int, linear: nn.Linear) -> int | None:
         if not weight.is_cuda or torch.cuda.is_current_stream_capturing():
             return None
         _found[key] = None
-        if torch.cuda.get_device_capability(weight.device)[0] == HOPPER:
+        if is_hopper(weight.device):
             _found[key] = find_splits(num_rows, weight, bias)
             if _found[key] is None:
                 text = "how cuBLAS sums products of %d rows by %d x %d was not found: left to it"

@@ -24,6 +24,11 @@ MANY_ROWS = 512
 EXACT = {"enable_fp_fusion": False}
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether a GPU is one on which the order of cuBLAS's sums is known: compute capability 9."""
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
 def reduce_width(num_rows: int, size: int) -> int:
     """Threads that PyTorch's reduction puts on a row of `size` fp32 numbers, `num_rows` of them.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from modeling.bagel.context import INVARIANT_ROWS
-from modeling.bagel.fused_ops import EXACT, silu_mul, silu_times
+from modeling.bagel.fused_ops import EXACT, is_hopper, silu_mul, silu_times
 
 ROW_BLOCK, OUT_BLOCK, INNER_BLOCK = 128, 128, 64
 STAGES = 3
@@ -27,7 +27,6 @@ GROUP = 16
 meet at a time share the second-level cache about evenly."""
 ALIGNMENT, MAX_STRIDE = 16, 2**40
 """Of addresses and strides of a tensor map, in bytes (CUDA driver API, tensor map objects)."""
-HOPPER = 9
 logger = logging.getLogger("faster_r3")
 _checked: dict[tuple, bool] = {}
 
@@ -73,7 +72,7 @@ def fits(x: Tensor, gate: Tensor, up: Tensor) -> bool:
     return (
         x.shape[0] >= INVARIANT_ROWS
         and x.is_cuda
-        and torch.cuda.get_device_capability(x.device)[0] == HOPPER
+        and is_hopper(x.device)
         and all(each.dtype == torch.bfloat16 and each.is_contiguous() for each in tensors)
         and all(each.data_ptr() % ALIGNMENT == 0 for each in tensors)
         and all(size * x.element_size() % ALIGNMENT == 0 for size in gate.shape)
