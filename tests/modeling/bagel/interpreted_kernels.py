@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -145,8 +146,8 @@ def heads() -> None:
             assert bool(keys[untouched].isnan().all())
 
 
-def small_decoder() -> Decoder:
-    decoder = Decoder(LlmConfig(256, 512, 2, 2, 1, 32))
+def small_decoder(hidden: int = 256) -> Decoder:
+    decoder = Decoder(LlmConfig(hidden, 512, 2, hidden // 128, 1, 32))
     for name, param in decoder.named_parameters():
         is_norm = "norm" in name
         param.copy_(torch.rand(param.shape) + 0.5 if is_norm else torch.randn(param.shape) / 16)
@@ -247,6 +248,43 @@ def check_stack(stack: FusedStack) -> None:
         for less in caches[2:]:
             for mine, theirs in zip(less.keys, caches[1].keys, strict=True):
                 assert torch.equal(mine, theirs)
+
+
+@torch.no_grad()
+def joined_bits() -> None:
+    """Exact grade: what rows of two branches get in one pass has the bits of a pass for each.
+
+    Products are summed in float64 here, so that they do not depend on the rows beside a row.
+    """
+    few_rows.fits = lambda num_rows, weight: 0 < num_rows <= few_rows.MAX_ROWS  # fp32 too
+    fused_flow.splits_of = lambda num_rows, linear: 1
+    torch.cuda.is_current_stream_capturing = lambda: False
+    narrow = np.matmul
+    np.matmul = lambda a, b, dtype=None: narrow(a.astype("f8"), b.astype("f8")).astype("f4")
+    decoder = small_decoder(512)  # its norms of 4 rows are added up otherwise than of 8
+    assert reduce_width(4, 512) != reduce_width(8, 512)
+    stack, rope_ids = FusedStack(False), torch.arange(8)
+    experts = ExpertOrder.from_positions(torch.tensor([0, 3, 4, 7]), torch.tensor([1, 2, 5, 6]))
+    spec = CacheSpec(decoder.config, 2, 12, torch.device("cpu"), torch.float32)
+    inputs, alone, runs = [], [], []
+    for _ in range(2):
+        x, halves = torch.randn(8, 512), [[2, 2], [2, 2]]
+        appends = [
+            KvCache.zeros(spec).append([0, 1], [4, 4], False, experts, halves) for _ in range(2)
+        ]
+        rotary = decoder.rotary(rope_ids, experts, QkRounding())
+        alone.append(stack.run(decoder, x.clone(), experts, rotary, appends[0]))
+        inputs.append(x)
+        runs.append(appends[1].runs)
+    ids = experts.to_expert(rope_ids).split(4)
+    joint = ExpertOrder(8, 8, None, None)
+    rotary = decoder.rotary(torch.cat([ids[0]] * 2 + [ids[1]] * 2), joint, QkRounding())
+    x, expected = (
+        torch.cat([one[part] for part in (slice(0, 4), slice(4, 8)) for one in pair])
+        for pair in (inputs, alone)
+    )
+    append = CacheAppend(*(pair[i] for i in (0, 1) for pair in runs))
+    assert torch.equal(stack.run(decoder, x.clone(), joint, rotary, append), expected)
 
 
 @torch.no_grad()
@@ -465,6 +503,7 @@ if __name__ == "__main__":
         fast_stack,
         ordered_stack,
         joint_stack,
+        joined_bits,
         few_queries,
         whole_images,
         many_row_products,

@@ -24,6 +24,7 @@ CHECKS = (
     "heads",
     "stack",
     "joint_stack",
+    "joined_bits",
     "fast_stack",
     "ordered_stack",
     "few_queries",
