@@ -3,14 +3,14 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from modeling.bagel.bagel import Bagel, Wanted
+from modeling.bagel.bagel import Bagel, Wanted, run_layers
 from modeling.bagel.cache import CacheAppend, CacheSpec, KvCache
 from modeling.bagel.config import ImageSize
 from modeling.bagel.context import ConditionImage, Contexts, SpecialTokens
@@ -101,9 +101,7 @@ class PoisonedStack:
         append: CacheAppend,
         wanted: Wanted = Wanted.ALL,
     ) -> Tensor:
-        for index, layer in enumerate(decoder.layers):
-            x = layer.run(x, experts, rotary, partial(append.attend, index))
-        x = decoder.final_norm(x, experts)
+        x = run_layers(decoder, x, experts, rotary, append)
         first = {Wanted.ALL: 0, Wanted.GEN: experts.num_und, Wanted.NONE: x.shape[0]}[wanted]
         x[:first] = float("nan")
         return x

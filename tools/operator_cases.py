@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from modeling.bagel import few_rows, many_rows
 from modeling.bagel.context import INVARIANT_ROWS
 from modeling.bagel.cublas_order import splits_of
-from modeling.bagel.fused_ops import add_rms_norm, qk_norm_rope_store, rms_norm, silu_mul
+from modeling.bagel.fused_ops import (
+    add_rms_norm,
+    is_hopper,
+    qk_norm_rope_store,
+    rms_norm,
+    silu_mul,
+)
 from modeling.bagel.layers import RMSNorm, rotary_table
 from modeling.bagel.qwen2_navit import Attention
 
@@ -118,7 +124,10 @@ def every_silu_case() -> Case:
 
 
 def gated_case(rows: int, distribution: str, is_up_first: bool) -> Case:
-    """Gate and up products with SwiGLU, against cuBLAS; either weight may lie first in memory."""
+    """Gate and up products with SwiGLU, against cuBLAS; either weight may lie first in memory.
+
+    On Hopper GPUs only.
+    """
     x = draw((rows, HIDDEN), distribution, rows)
     weights = torch.stack([draw((MLP, HIDDEN), "normal", i) for i in (6, 7)]) * 0.02
     gate, up = weights.flip(0) if is_up_first else weights
@@ -188,8 +197,8 @@ def ordered_cases(rows: int, distribution: str) -> Iterator[Case]:
     heads = [linear_module(size, HIDDEN, size + i, has_bias=True) for i, size in enumerate(sizes)]
     o_proj, down = linear_module(HIDDEN, HIDDEN, 4), linear_module(HIDDEN, MLP, 5)
     gate, up = (linear_module(MLP, HIDDEN, i) for i in (6, 7))
-    splits = [splits_of(rows, linear) for linear in (*heads, o_proj, down, gate, up)]
-    if None in splits or len(set(splits[:3])) > 1 or splits[5:] != [1, 1]:
+    splits = [splits_of(rows, linear) for linear in (*heads, o_proj, gate, up, down)]
+    if not few_rows.fits_splits(*splits):
         print(f"ordered products of {rows}: splits {splits} of cuBLAS are left to it")
         return
     weights, biases = zip(*((linear.weight, linear.bias) for linear in heads), strict=True)
@@ -200,7 +209,7 @@ def ordered_cases(rows: int, distribution: str) -> Iterator[Case]:
         lambda: [linear(x) for linear in heads],
         sum(weight.nbytes for weight in weights),
     )
-    for left, linear, count in ((x, o_proj, splits[3]), (inner, down, splits[4])):
+    for left, linear, count in ((x, o_proj, splits[3]), (inner, down, splits[6])):
         yield Case(
             f"ordered product {name}, {left.shape[1]} in {count} splits",
             partial(lambda *given: [few_rows.linear(*given)], left, linear.weight, count),
@@ -275,7 +284,11 @@ def fast_cases(rows: tuple[int, ...]) -> Iterator[Case]:
 
 def cases(rows: tuple[int, ...], distributions: tuple[str, ...]) -> Iterator[Case]:
     """All operators at all row counts and distributions."""
+    takes_many = is_hopper(torch.device("cuda"))
+    if not takes_many:
+        print("products of many rows are left to cuBLAS on this GPU")
     for count in rows:
+        is_many = takes_many and count >= INVARIANT_ROWS
         for distribution in distributions:
             yield norm_case(count, distribution)
             yield add_norm_case(count, distribution)
@@ -284,9 +297,9 @@ def cases(rows: tuple[int, ...], distributions: tuple[str, ...]) -> Iterator[Cas
                 yield qk_case(count, distribution, early)
             if 0 < count <= few_rows.MAX_ROWS:
                 yield from ordered_cases(count, distribution)
-            if count >= INVARIANT_ROWS:
+            if is_many:
                 yield gated_case(count, distribution, is_up_first=False)
-        if count >= INVARIANT_ROWS:
+        if is_many:
             yield gated_case(count, "normal", is_up_first=True)
         yield norm_case(count, "normal", strided=True)
 

@@ -38,8 +38,17 @@ class Wanted(Enum):
     NONE = auto()
 
 
+def run_layers(
+    decoder: Decoder, x: Tensor, experts: ExpertOrder, rotary: Rotary, append: CacheAppend
+) -> Tensor:
+    """The eager path: x [S, D] in expert order through layer after layer and the final norm."""
+    for index, layer in enumerate(decoder.layers):
+        x = layer.run(x, experts, rotary, partial(append.attend, index))
+    return decoder.final_norm(x, experts)
+
+
 class Stack(Protocol):
-    """Runs all decoder layers of a rollout pass and the final norm in place of `extend`'s loop."""
+    """Runs all decoder layers of a rollout pass and the final norm in place of `run_layers`."""
 
     def run(
         self,
@@ -163,6 +172,4 @@ class Bagel(nn.Module):
         rotary = self.decoder.rotary(rope_ids, experts, rounding)
         if stack is not None:
             return stack.run(self.decoder, x, experts, rotary, append, wanted)
-        for index, layer in enumerate(self.decoder.layers):
-            x = layer.run(x, experts, rotary, partial(append.attend, index))
-        return self.decoder.final_norm(x, experts)
+        return run_layers(self.decoder, x, experts, rotary, append)

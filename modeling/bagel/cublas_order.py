@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from modeling.bagel.few_rows import SPLIT_TILE, split_size
 from modeling.bagel.fused_ops import is_hopper
+from modeling.bagel.layers import is_capturing
 
-MAX_SPLITS, DRAWS = 16, 24
-ALIGNMENTS = 256
+MAX_SPLITS, DRAWS, MAX_ALIGNMENT = 16, 24, 256
 logger = logging.getLogger("faster_r3")
 _found: dict[tuple, int | None] = {}
 
@@ -87,10 +87,10 @@ def splits_of(num_rows: int, linear: nn.Linear) -> int | None:
     sizes = (weight.device, num_rows, *weight.shape, bias is not None)
     key = (*sizes, *(_alignment(tensor) for tensor in tensors))
     if key not in _found:
-        if not weight.is_cuda or torch.cuda.is_current_stream_capturing():
+        if is_capturing(weight.device):
             return None
         _found[key] = None
-        if is_hopper(weight.device):
+        if weight.is_cuda and is_hopper(weight.device):
             _found[key] = find_splits(num_rows, weight, bias)
             if _found[key] is None:
                 text = "how cuBLAS sums products of %d rows by %d x %d was not found: left to it"
@@ -101,7 +101,7 @@ def splits_of(num_rows: int, linear: nn.Linear) -> int | None:
 def _alignment(tensor: Tensor) -> int:
     """The power of two that an address is a multiple of, as far as cuBLAS may look at it."""
     address = tensor.data_ptr()
-    return min(address & -address, ALIGNMENTS)
+    return min(address & -address, MAX_ALIGNMENT)
 
 
 def find_splits(num_rows: int, weight: Tensor, bias: Tensor | None) -> int | None:

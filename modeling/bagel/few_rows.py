@@ -287,6 +287,19 @@ def _tile(n_block: int, k_block: int, rows: int, stages: int, warps: int) -> dic
     return dict(zip(names, (n_block, k_block, rows, stages, warps), strict=True))
 
 
+def fits_splits(
+    q: int | None,
+    k: int | None,
+    v: int | None,
+    o: int | None,
+    gate: int | None,
+    up: int | None,
+    down: int | None,
+) -> bool:
+    """Whether the products of a layer have kernels here for these splits; None is not known."""
+    return None not in (q, o, down) and q == k == v and gate == up == 1
+
+
 def split_size(inner: int, splits: int) -> int:
     """Inner numbers of all splits but the last one: whole tiles of cuBLAS, as many in each."""
     return triton.cdiv(inner // SPLIT_TILE, splits) * SPLIT_TILE

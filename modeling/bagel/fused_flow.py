@@ -94,7 +94,8 @@ class FusedStack:
     def _und_parts(self, shared: "_Pass", spans: list[Span]) -> list["_Part"]:
         """All spans together where few rows have the bits that each span has alone, or need not."""
         together = [self._part(shared, "", group) for group in _groups(spans)]
-        if self.is_fast or all(isinstance(part, _OrderedRows) for part in together):
+        keep_bits = (isinstance(part, _OrderedRows) or len(part.spans) == 1 for part in together)
+        if self.is_fast or all(keep_bits):
             return together
         return [self._part(shared, "", [span]) for span in spans]
 
@@ -107,7 +108,8 @@ class FusedStack:
             return _WeighedRows(shared, suffix, spans)
         lengths = {_num_rows([span]) for span in spans}
         splits = {linear: splits_of(max(lengths), linear) for linear in linears}
-        if len(lengths) == 1 and all(_OrderedRows.takes(layer, splits) for layer in layers):
+        has_kernels = (few_rows.fits_splits(*map(splits.get, layer)) for layer in layers)
+        if len(lengths) == 1 and all(has_kernels):
             return _OrderedRows(shared, suffix, spans, splits)
         return _Part(shared, suffix, spans)
 
@@ -125,7 +127,7 @@ def _num_rows(spans: list[Span]) -> int:
 
 
 def _linears(layer: DecoderLayer, suffix: str) -> list[torch.nn.Linear]:
-    """All linear layers of one expert."""
+    """All linear layers of one expert: q, k, v, o, gate, up, down."""
     heads = [getattr(layer.self_attn, f"{name}_proj{suffix}") for name in "qkvo"]
     mlp = getattr(layer, "mlp" + suffix)
     return [*heads, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
@@ -303,12 +305,6 @@ class _OrderedRows(_Part):
     ):
         super().__init__(shared, suffix, spans)
         self._splits = splits
-
-    @staticmethod
-    def takes(layer: list[torch.nn.Linear], splits: dict[torch.nn.Linear, int | None]) -> bool:
-        """Whether there are kernels for the splits of a layer's products."""
-        q, k, v, o, gate, up, down = (splits[linear] for linear in layer)
-        return None not in (q, o, down) and q == k == v and gate == up == 1
 
     def _add_product(self, inner: Tensor, linear: torch.nn.Linear, norm_weight: Tensor) -> None:
         delta = few_rows.linear(inner, linear.weight, self._splits[linear])

@@ -45,14 +45,15 @@ def once_per_device(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         tensor = kept.get(arguments)
         if tensor is None:
             tensor = make(*arguments)
-            if not _is_capturing(tensor.device):
+            if not is_capturing(tensor.device):
                 kept[arguments] = tensor
         return tensor
 
     return look_up
 
 
-def _is_capturing(device: torch.device) -> bool:
+def is_capturing(device: torch.device) -> bool:
+    """Whether work for a device is being recorded into a graph instead of run."""
     # A build without CUDA cannot be asked.
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 

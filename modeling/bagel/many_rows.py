@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from modeling.bagel.context import INVARIANT_ROWS
 from modeling.bagel.fused_ops import EXACT, is_hopper, silu_mul, silu_times
+from modeling.bagel.layers import is_capturing
 
 ROW_BLOCK, OUT_BLOCK, INNER_BLOCK = 128, 128, 64
 STAGES = 3
@@ -89,7 +90,7 @@ def _has_cublas_bits(x: Tensor, gate: Tensor, up: Tensor) -> bool:
     """
     sizes = (x.device, *gate.shape)
     if sizes not in _checked:
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        if is_capturing(x.device):
             return False
         expected = silu_mul(F.linear(x, gate), F.linear(x, up))
         same = torch.equal(swiglu(x, gate, up).view(torch.int16), expected.view(torch.int16))

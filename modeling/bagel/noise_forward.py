@@ -67,7 +67,7 @@ class NoiseForward:
         return [tensor for cache in caches for tensor in (*cache.keys, *cache.values)]
 
 
-def should_join(branches: list[Contexts], grid: ImageSize) -> bool:
+def can_join(branches: list[Contexts], grid: ImageSize) -> bool:
     """Whether one forward for all branches keeps the bits of one for each.
 
     The eager stack takes the und rows of all branches together, and so few have other bits then.

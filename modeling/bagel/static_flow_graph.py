@@ -1,8 +1,8 @@
 """The image flow's forwards as static graphs: captured once, then replayed.
 
 Computes the bits of `flow.eager_forwards`. The branches of a guided step go through one forward
-where that keeps the bits and saves time. A forward runs eagerly at first (it warms kernels up),
-then it is captured, and from then on replayed over static inputs.
+where that keeps the bits. A forward runs eagerly at first (it warms kernels up), then it is
+captured, and from then on replayed over static inputs.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from modeling.bagel.config import ImageSize
 from modeling.bagel.context import Contexts
 from modeling.bagel.flow import FlowBranches, MakeForwards
 from modeling.bagel.graph_capture import CapturedWork, CaptureError, GraphCapture
-from modeling.bagel.noise_forward import NoiseForward, should_join
+from modeling.bagel.noise_forward import NoiseForward, can_join
 
 
 def static_forwards(capture: GraphCapture) -> MakeForwards:
@@ -29,7 +29,7 @@ class StaticForwards:
         self._capture = capture
         self._grid = grid
         self._branches = dict(branches.items())
-        self._is_joint = should_join(list(self._branches.values()), grid)
+        self._is_joint = can_join(list(self._branches.values()), grid)
         self._forwards: dict[tuple[str, ...], StaticVelocity] = {}
 
     def __call__(self, x: Tensor, t: Tensor, is_guided: bool) -> dict[str, Tensor]:

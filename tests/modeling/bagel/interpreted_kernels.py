@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from modeling.bagel import cublas_order, few_rows, fused_flow, many_rows
-from modeling.bagel.bagel import Wanted
+from modeling.bagel.bagel import Wanted, run_layers
 from modeling.bagel.cache import CacheAppend, CacheSpec, KvCache
 from modeling.bagel.config import LlmConfig
 from modeling.bagel.cublas_order import split_product
@@ -203,17 +203,14 @@ def ordered_stack() -> None:
     joint_stack((False,))
     assert set(asked) == {2}, "a span's order is that of its own rows, whatever is beside it"
     assert (4, 2) in normed and {alone for _, alone in normed} == {2}
-    # In the layer's order: q, k, v, o, gate, up, down.
-    for found, is_taken in (
+    for splits, is_taken in (
         ((2, 2, 2, 2, 1, 1, 7), True),
         ((2, 2, 3, 2, 1, 1, 7), False),
         ((2, 2, 2, 2, 1, 2, 7), False),
         ((2, 2, 2, None, 1, 1, 7), False),
         ((None, None, None, 2, 1, 1, 7), False),
     ):
-        layer = list(range(7))
-        splits = dict(zip(layer, found, strict=True))
-        assert fused_flow._OrderedRows.takes(layer, splits) is is_taken, found
+        assert few_rows.fits_splits(*splits) is is_taken, splits
 
 
 @torch.no_grad()
@@ -236,9 +233,7 @@ def check_stack(stack: FusedStack) -> None:
             if wanted is not None:
                 x = stack.run(decoder, x, experts, rotary, append, wanted)
             else:
-                for index, layer in enumerate(decoder.layers):
-                    x = layer.run(x, experts, rotary, partial(append.attend, index))
-                x = decoder.final_norm(x, experts)
+                x = run_layers(decoder, x, experts, rotary, append)
             outputs.append(x)
             caches.append(cache)
         torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-4)

@@ -111,12 +111,12 @@ def test_a_constant_is_made_once_for_its_settings_and_device():
 
 def test_a_constant_made_in_a_capture_is_not_kept(monkeypatch):
     counted, cpu = Counted(), torch.device("cpu")
-    monkeypatch.setattr(layers, "_is_capturing", lambda device: True)
+    monkeypatch.setattr(layers, "is_capturing", lambda device: True)
     in_capture = counted.get(3, cpu)
-    monkeypatch.setattr(layers, "_is_capturing", lambda device: False)
+    monkeypatch.setattr(layers, "is_capturing", lambda device: False)
     kept = counted.get(3, cpu)
     assert kept is not in_capture and counted.num_made == 2
-    monkeypatch.setattr(layers, "_is_capturing", lambda device: True)
+    monkeypatch.setattr(layers, "is_capturing", lambda device: True)
     assert counted.get(3, cpu) is kept
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from modeling.bagel import noise_forward
 from modeling.bagel.config import ImageSize
 from modeling.bagel.context import Contexts, Stacks
-from modeling.bagel.noise_forward import NoiseForward, should_join
+from modeling.bagel.noise_forward import NoiseForward, can_join
 from tests.tiny import PoisonedStack, contexts
 
 TOKENS = [5, 77, 300, 12, 9, 41, 8]
@@ -112,8 +112,8 @@ class TestSeveralBranches:
             return grown
 
         fused = Stacks(image=PoisonedStack())
-        assert should_join(branches(2, fused), ImageSize(16, 16))
-        assert not should_join(branches(2, Stacks()), ImageSize(16, 16))
-        assert not should_join(branches(1, fused), ImageSize(16, 16))  # 256 rows a branch
+        assert can_join(branches(2, fused), ImageSize(16, 16))
+        assert not can_join(branches(2, Stacks()), ImageSize(16, 16))
+        assert not can_join(branches(1, fused), ImageSize(16, 16))  # 256 rows a branch
         monkeypatch.setattr(noise_forward, "INVARIANT_ROWS", 256)
-        assert should_join(branches(1, fused), ImageSize(16, 16))
+        assert can_join(branches(1, fused), ImageSize(16, 16))
