@@ -109,6 +109,9 @@ class PoisonedStack:
     def project(self, x: Tensor, linear: torch.nn.Linear) -> Tensor:
         return linear(x)
 
+    def keeps_order(self, decoder: Decoder, num_rows: int) -> bool:
+        return True
+
 
 def condition_image(seed: int = 0) -> ConditionImage:
     """A made-up picture as the model reads it: 3 x 5 encoder patches, 2 x 3 latent tokens."""

@@ -2,10 +2,10 @@
 
     python -m tools.bench_rollout --layers 6 --json OUT.json
 
-4 samples (--samples), 512 x 512, the recipe's schedule, thoughts forced to full length. Before it
-times the exact mode it compares ids, probabilities, latents and pictures with the eager path, bit
-for bit, also with samples that finish at different turns; of the fast mode it says how far it is
-off.
+4 samples (--samples), 512 x 512, the recipe's schedule, thoughts forced to full length, edits to do
+in every reflection. Before it times the exact mode it compares ids, probabilities, latents and
+pictures with the eager path, bit for bit, also with samples that finish at different turns and with
+samples that decline to edit; of the fast mode it says how far it is off.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from train.assembly import rollout_config
 from train.config import from_flags
 from train.metrics import PhaseTimer
 from train.recipe import UPSTREAM
-from train.records import Sample
+from train.records import NO_EDIT, Sample
 from train.rollout_controller import RolloutController, StepDraws
 
 SAMPLES, TOKENS = 4, 1024
@@ -74,13 +74,31 @@ PROMPT = {
 }
 
 
+EDITS = (
+    "Change the color of the oven to black.",
+    "Add a green umbrella to the right of the oven.",
+    "Remove the second umbrella and make the remaining one green.",
+    "Make the oven black and the umbrella green, and keep everything else as it is.",
+)
+
+
+class EditingController(RolloutController):
+    """Reflections of random weights ask for nothing: here each has its edit, or declines."""
+
+    declined: tuple[int, ...] = ()
+
+    def edit_operations(self, thoughts: list[DecodedText]) -> list[str]:
+        edits = [EDITS[i % len(EDITS)] for i in range(len(thoughts))]
+        return [NO_EDIT if i in self.declined else edit for i, edit in enumerate(edits)]
+
+
 @dataclass
 class Bench:
     """A model, one controller for each mode, and how many samples roll together."""
 
     samples: int
     model: Bagel
-    controllers: dict[str, RolloutController]
+    controllers: dict[str, EditingController]
     prompt: GenevalPrompt
     picture: Image.Image
 
@@ -137,7 +155,7 @@ def build(num_layers: int, modes: list[str], samples: int = SAMPLES) -> Bench:
         switches = read_switches({"R3_EXECUTION": mode})
         execution = build_execution(switches, config.llm, device, torch.bfloat16)
         timer = PhaseTimer(synchronize=True)
-        controllers[mode] = RolloutController(
+        controllers[mode] = EditingController(
             model, autoencoder, tokenizer, rolls, UPSTREAM, timer, execution=execution
         )
     pixels = np.random.default_rng(0).integers(0, 256, (512, 512, 3), dtype=np.uint8)
@@ -174,11 +192,17 @@ class EndingExecution:
 
 @torch.no_grad()
 def roll(
-    bench: Bench, mode: str, stage: str, seed: int, ending: int | None = None
+    bench: Bench,
+    mode: str,
+    stage: str,
+    seed: int,
+    ending: int | None = None,
+    declined: tuple[int, ...] = (),
 ) -> tuple[list[Sample], FlowResult]:
     """One rollout of a stage; samples that draw the token `ending` end there."""
     controller, prompts = bench.controllers[mode], [bench.prompt] * bench.samples
     execution = controller.execution
+    controller.declined = declined
     if ending is not None:
         controller.execution = EndingExecution(execution, ending)
     try:
@@ -188,11 +212,16 @@ def roll(
         return controller.refine(prompts, pictures, draws(seed, 1))[:2]
     finally:
         controller.execution = execution
+        controller.declined = ()
 
 
 def differences(a: tuple, b: tuple) -> list[str]:
-    """What two rollouts do not have in common, by name; empty if they are bit-identical."""
+    """What two rollouts do not have in common, by name; empty if they are bit-identical.
+
+    Final latents are compared where they become pictures.
+    """
     (samples, flow), (others, reference) = a, b
+    drawn = [i for i, sample in enumerate(others) if not sample.declines_edit]
     found = []
     for i, (sample, other) in enumerate(zip(samples, others, strict=True)):
         if sample.thought.ids != other.thought.ids:
@@ -201,7 +230,7 @@ def differences(a: tuple, b: tuple) -> list[str]:
             found.append(f"probabilities of sample {i}")
         if sample.picture.tobytes() != other.picture.tobytes():
             found.append(f"picture of sample {i}")
-    pairs = {"latents": (flow.latents, reference.latents)}
+    pairs = {"latents": (flow.latents[drawn], reference.latents[drawn])}
     for name in ("before", "after", "log_prob"):
         pairs[name] = (getattr(flow.stochastic, name), getattr(reference.stochastic, name))
     return found + [name for name, (x, y) in pairs.items() if not torch.equal(x, y)]
@@ -228,6 +257,10 @@ def compare(bench: Bench, mode: str, num_steps: int) -> dict[str, list[str]]:
             print(f"{name}: thoughts of {lengths} ids")
             if lengths[0] == lengths[-1] and bench.samples > 1:
                 found[name + " early"].append("no sample ended before the others")
+    everyone = tuple(range(bench.samples))
+    for declined in dict.fromkeys((everyone[:1], everyone[1:], everyone)):
+        pair = (roll(bench, name, "refine", 0, declined=declined) for name in (mode, "eager"))
+        found[f"refine 0, {len(declined)} of {bench.samples} decline"] = differences(*pair)
     return found
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from modeling.bagel import fused_flow
-from modeling.bagel.flow import FlowBranches
+from modeling.bagel.flow import FlowBranches, FlowStep
 from modeling.bagel.text_turn import TurnProgram, TurnSource
 from tools.bench_rollout import SAMPLES, TOKENS, Bench, build, floors, prefix
 
@@ -45,10 +45,10 @@ def flow_step(bench: Bench, mode: str, is_guided: bool) -> Callable[[], None]:
     grid = controller.latent_grid(controller.config.image_size)
     forwards = controller.execution.make_forwards(FlowBranches(*branches), grid)
     x = torch.randn(bench.samples, TOKENS, 64, device="cuda", dtype=torch.bfloat16)
-    t = torch.tensor(0.7, device="cuda")
+    t, step = torch.tensor(0.7, device="cuda"), FlowStep(is_guided)
     for _ in range(2):
-        forwards(x, t, is_guided)
-    return lambda: forwards(x, t, is_guided)
+        forwards(x, t, step)
+    return lambda: forwards(x, t, step)
 
 
 def milliseconds(work: Callable[[], None], count: int) -> float:

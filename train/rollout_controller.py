@@ -1,6 +1,6 @@
 """Samples one step: contexts, thoughts, flows and pictures, on resident policy weights."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -153,11 +153,11 @@ class RolloutController:
         stage, size = self.config.refine, ImageSize(images[0].height, images[0].width)
         conditions = self.conditions(images)
         thoughts = self._reflect(prompts, conditions, stage, draws)
-        texts = [self.tokenizer.extract_generated_text(thought.ids) for thought in thoughts]
-        operations = [edit_operation(text) for text in texts]
+        operations = self.edit_operations(thoughts)
         grid = self.latent_grid(size)
         branches = self._edit_contexts(conditions, operations, grid)
-        flow = self._flow(branches, stage, draws, grid)
+        declined = [i for i, operation in enumerate(operations) if says_no_edit(operation)]
+        flow = self._flow(branches, stage, draws, grid, declined)
         pictures = self.decode_pictures(flow.latents, grid)
         samples = []
         for thought, operation, picture, original in zip(
@@ -166,6 +166,11 @@ class RolloutController:
             picture = original if says_no_edit(operation) else picture
             samples.append(self._sample(thought, picture, True, operation))
         return samples, flow, conditions
+
+    def edit_operations(self, thoughts: list[DecodedText]) -> list[str]:
+        """What each reflection asks for."""
+        texts = [self.tokenizer.extract_generated_text(thought.ids) for thought in thoughts]
+        return [edit_operation(text) for text in texts]
 
     def decode_pictures(self, latents: Tensor, grid: ImageSize) -> list[Image.Image]:
         """Latent tokens [B, n, P] to pictures."""
@@ -262,7 +267,12 @@ class RolloutController:
             )
 
     def _flow(
-        self, branches: FlowBranches, stage: StageConfig, draws: StepDraws, grid: ImageSize
+        self,
+        branches: FlowBranches,
+        stage: StageConfig,
+        draws: StepDraws,
+        grid: ImageSize,
+        discarded: Sequence[int] = (),
     ) -> FlowResult:
         with self.timer.phase("flow"):
             return run_flow(
@@ -273,6 +283,7 @@ class RolloutController:
                 draws.stochastic,
                 self.probe,
                 self.execution.make_forwards,
+                discarded,
             )
 
     def _sample(

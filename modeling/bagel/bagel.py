@@ -63,6 +63,12 @@ class Stack(Protocol):
     def project(self, x: Tensor, linear: nn.Linear) -> Tensor:
         """The product of x [M, K] with a linear layer, such as the text head: [M, N]."""
 
+    def keeps_order(self, decoder: Decoder, num_rows: int) -> bool:
+        """Whether und rows are summed as the eager path sums `num_rows`, however many they are.
+
+        They are where `CacheRun.eager_tokens` says that number.
+        """
+
 
 class Bagel(nn.Module):
     """The whole model but the autoencoder; parameter names are those of the checkpoint."""

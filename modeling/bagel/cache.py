@@ -45,6 +45,8 @@ class KvCache:
         self.values = values
         self.lengths = [0] * rows
         self.next_rope = [0] * rows
+        self.is_uniform = True
+        """Whether every row is a copy of one prefix, or empty."""
 
     @staticmethod
     def zeros(spec: CacheSpec) -> "KvCache":
@@ -80,6 +82,7 @@ class KvCache:
         copies = self.num_rows // source.num_rows
         self.lengths = source.lengths * copies
         self.next_rope = source.next_rope * copies
+        self.is_uniform = source.num_rows == 1 or source.is_uniform
 
     def append(
         self,
@@ -88,6 +91,7 @@ class KvCache:
         causal: bool,
         experts: ExpertOrder | None = None,
         runs: list[list[int]] | None = None,
+        of_rows: int | None = None,
     ) -> "CacheAppend":
         """Plans the writing of `lengths[i]` tokens behind row `rows[i]`; nothing moves on yet.
 
@@ -97,6 +101,8 @@ class KvCache:
             experts: the order in which tokens will come; None for document order.
             runs: tokens of each row in each expert's run, for attention run by run: what is not
                 causal may. Without it all tokens attend together, in document order.
+            of_rows: how many rows the eager path would append to at once, each with as many
+                tokens, where these are only some of them; None if they are all.
 
         Raises:
             ValueError: a row would grow past the capacity.
@@ -120,7 +126,12 @@ class KvCache:
             targets = experts.to_expert(targets)
         counts = runs or [lengths]
         parts = [
-            CacheRun(self, part, cache_read(rows, count, used, self.capacity, causal))
+            CacheRun(
+                self,
+                part,
+                cache_read(rows, count, used, self.capacity, causal),
+                sum(count) if of_rows is None else count[0] * of_rows,
+            )
             for part, count in zip(targets.split(list(map(sum, counts))), counts, strict=True)
         ]
         return CacheAppend(*parts, order=None if runs else experts)
@@ -130,15 +141,21 @@ class KvCache:
         for row, length, step in zip(rows, lengths, rope_steps, strict=True):
             self.lengths[row] += length
             self.next_rope[row] += step
+        self.is_uniform = False
 
 
 @dataclass(frozen=True)
 class CacheRun:
-    """New tokens of a cache, row by row: where keys and values go, and what the tokens see."""
+    """New tokens of a cache, row by row: where keys and values go, and what the tokens see.
+
+    `eager_tokens` is how many tokens the eager path would take at once here. Sums over few rows
+    depend on their number, and the exact grade adds up in the order of that many.
+    """
 
     cache: KvCache
     places: Tensor
     read: CacheRead
+    eager_tokens: int
 
     @property
     def num_tokens(self) -> int:

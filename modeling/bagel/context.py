@@ -3,7 +3,7 @@
 Shape letters: B contexts, T packed new tokens, D hidden, P numbers in a latent token (64).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -168,14 +168,16 @@ class Contexts:
         lengths = [a + b for a, b in zip(latent_lengths, vit_lengths, strict=True)]
         self.cache.advance(self.rows, lengths, [2] * len(images))
 
-    def plan_noise(self, grid: ImageSize, by_expert: bool = False) -> ImageAppend:
-        """Plans a noise segment behind every context, for `NoiseForward`.
+    def plan_noise(
+        self, grid: ImageSize, rows: Sequence[int], by_expert: bool = False
+    ) -> ImageAppend:
+        """Plans a noise segment behind some contexts, for `NoiseForward`.
 
         With `by_expert` each expert's tokens attend as a run, as they always do on a GPU.
         """
         side = self.model.config.max_latent_size
-        positions = [position_ids(grid, side)] * self.cache.num_rows
-        return self._plan_image(positions, 0, is_gen=True, by_expert=by_expert)
+        positions = [position_ids(grid, side)] * len(rows)
+        return self._plan_image(positions, 0, is_gen=True, by_expert=by_expert, rows=rows)
 
     def _run_vae(self, images: list[ConditionImage]) -> list[int]:
         side = self.model.config.max_latent_size
@@ -198,9 +200,15 @@ class Contexts:
         return plan.lengths
 
     def _plan_image(
-        self, positions: list[Tensor], rope_offset: int, is_gen: bool, by_expert: bool = False
+        self,
+        positions: list[Tensor],
+        rope_offset: int,
+        is_gen: bool,
+        by_expert: bool = False,
+        rows: Sequence[int] | None = None,
     ) -> ImageAppend:
-        rows, counts = self.rows, [p.numel() for p in positions]
+        rows = self.rows if rows is None else list(rows)
+        counts = [p.numel() for p in positions]
         lengths = [count + NUM_MARKERS for count in counts]
         markers, patches, start = [], [], 0
         for length in lengths:
@@ -224,7 +232,14 @@ class Contexts:
                 self.device
             ),
             position_ids=torch.cat(positions).to(self.device),
-            append=self.cache.append(rows, lengths, False, experts if is_gen else None, runs),
+            append=self.cache.append(
+                rows,
+                lengths,
+                False,
+                experts if is_gen else None,
+                runs,
+                self.cache.num_rows if len(rows) < self.cache.num_rows else None,
+            ),
             lengths=lengths,
         )
 

@@ -3,7 +3,7 @@
 Shape letters: B samples, n image tokens, P numbers in a latent token (64).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +55,7 @@ class StochasticStep:
 
 @dataclass(frozen=True)
 class FlowResult:
-    """Final latents [B, n, P], and the stochastic step if there was one."""
+    """Final latents [B, n, P], any for discarded samples, and the stochastic step if any."""
 
     latents: Tensor
     stochastic: StochasticStep | None
@@ -69,9 +69,20 @@ class StochasticDraw:
     generator: torch.Generator
 
 
-Forwards = Callable[[Tensor, Tensor, bool], dict[str, Tensor]]
-"""Velocities [B, n, P] by branch of latents x [B, n, P] at a time t (fp32 scalar on the device):
-of all branches in a guided step, of `cond` alone in others."""
+@dataclass(frozen=True)
+class FlowStep:
+    """What a step asks of its forwards."""
+
+    is_guided: bool
+    """Whether velocities of all branches are wanted, or of `cond` alone."""
+    is_start: bool = False
+    """Whether all samples still have the same latents."""
+    wanted: tuple[int, ...] | None = None
+    """Samples whose velocities count, None for all; the others' may be any finite values."""
+
+
+Forwards = Callable[[Tensor, Tensor, FlowStep], dict[str, Tensor]]
+"""Velocities [B, n, P] by branch of latents x [B, n, P] at a time t (fp32 scalar on the device)."""
 MakeForwards = Callable[[FlowBranches, ImageSize], Forwards]
 
 
@@ -79,8 +90,8 @@ def eager_forwards(branches: FlowBranches, grid: ImageSize) -> Forwards:
     """The forwards of a flow, branch by branch and operator by operator."""
     forwards = {name: NoiseForward([contexts], grid) for name, contexts in branches.items()}
 
-    def velocities(x: Tensor, t: Tensor, is_guided: bool) -> dict[str, Tensor]:
-        names = forwards if is_guided else ("cond",)
+    def velocities(x: Tensor, t: Tensor, step: FlowStep) -> dict[str, Tensor]:
+        names = forwards if step.is_guided else ("cond",)
         return {name: forwards[name](x, t)[0] for name in names}
 
     return velocities
@@ -94,6 +105,7 @@ def run_flow(
     draw: StochasticDraw | None = None,
     probe: Probe = no_probe,
     make_forwards: MakeForwards = eager_forwards,
+    discarded: Sequence[int] = (),
 ) -> FlowResult:
     """Integrates the flow from noise to latents.
 
@@ -105,6 +117,8 @@ def run_flow(
         draw: which forward is stochastic, and its stream; None for none.
         probe: sees `flow{i}.{branch}` velocities and `sde.{x_t,velocity,x_next}`.
         make_forwards: makes the forwards of the branches; eager or captured.
+        discarded: samples whose final latents nobody reads. Behind the stochastic step, the last
+            that others read of them, they need not go through forwards.
     """
     num_samples = branches.cond.cache.num_rows
     x = noise.expand(num_samples, *noise.shape).contiguous()
@@ -112,10 +126,13 @@ def run_flow(
     times, steps = flow_schedule(config.num_timesteps, config.shift)
     on_device = torch.stack((times, steps)).to(x.device)
     stochastic = None
+    kept = tuple(i for i in range(num_samples) if i not in discarded) if discarded else None
     for index, t_value in enumerate(times.tolist()):
+        is_scored = draw is None or index > draw.index
         guided = config.guidance.is_active(t_value)
+        step = FlowStep(guided, index == 0, kept if is_scored else None)
         t, dt = on_device[:, index]
-        velocities = {name: v.float() for name, v in forwards(x, t, guided).items()}
+        velocities = {name: v.float() for name, v in forwards(x, t, step).items()}
         for name, velocity in velocities.items():
             probe(f"flow{index}.{name}", velocity)
         v = guide(

@@ -100,18 +100,22 @@ class FusedStack:
         return [self._part(shared, "", [span]) for span in spans]
 
     def _part(self, shared: "_Pass", suffix: str, spans: list[Span]) -> "_Part":
-        layers = [_linears(layer, suffix) for layer in shared.decoder.layers]
-        linears = [linear for layer in layers for linear in layer]
-        if not all(few_rows.fits(_num_rows(spans), linear.weight) for linear in linears):
-            return _Part(shared, suffix, spans)
-        if self.is_fast:
+        decoder, few = shared.decoder, _fits_few(shared.decoder, suffix, _num_rows(spans))
+        if few and self.is_fast:
             return _WeighedRows(shared, suffix, spans)
-        lengths = {_num_rows([span]) for span in spans}
-        splits = {linear: splits_of(max(lengths), linear) for linear in linears}
-        has_kernels = (few_rows.fits_splits(*map(splits.get, layer)) for layer in layers)
-        if len(lengths) == 1 and all(has_kernels):
+        lengths = {run.eager_tokens for _, run in spans}
+        splits = _find_order(decoder, suffix, max(lengths)) if few and len(lengths) == 1 else None
+        if splits is not None:
             return _OrderedRows(shared, suffix, spans, splits)
+        if _num_rows(spans) < min(lengths) <= few_rows.MAX_ROWS:
+            raise RuntimeError(f"the order of the sums of {max(lengths)} und rows is not known")
         return _Part(shared, suffix, spans)
+
+    def keeps_order(self, decoder: Decoder, num_rows: int) -> bool:
+        """As in `Stack`; decided once for each number, outside of graph captures."""
+        if not _fits_few(decoder, "", num_rows):
+            return False
+        return self.is_fast or _find_order(decoder, "", num_rows) is not None
 
     def project(self, x: Tensor, linear: torch.nn.Linear) -> Tensor:
         """The product of x [M, K] with a linear layer without bias: [M, N]."""
@@ -124,6 +128,22 @@ class FusedStack:
 
 def _num_rows(spans: list[Span]) -> int:
     return spans[-1][0].stop - spans[0][0].start
+
+
+def _fits_few(decoder: Decoder, suffix: str, num_rows: int) -> bool:
+    """Whether all products of that many rows of an expert have kernels of few rows."""
+    linears = (linear for layer in decoder.layers for linear in _linears(layer, suffix))
+    return all(few_rows.fits(num_rows, linear.weight) for linear in linears)
+
+
+def _find_order(
+    decoder: Decoder, suffix: str, num_rows: int
+) -> dict[torch.nn.Linear, int] | None:
+    """The splits of all products of that many rows of an expert, if there are kernels for them."""
+    layers = [_linears(layer, suffix) for layer in decoder.layers]
+    splits = {linear: splits_of(num_rows, linear) for layer in layers for linear in layer}
+    has_kernels = all(few_rows.fits_splits(*map(splits.get, layer)) for layer in layers)
+    return splits if has_kernels else None
 
 
 def _linears(layer: DecoderLayer, suffix: str) -> list[torch.nn.Linear]:
@@ -196,7 +216,7 @@ class _Part:
         self.suffix = suffix
         self.spans = spans
         self.rows = slice(spans[0][0].start, spans[-1][0].stop)
-        self.rows_alone = _num_rows(spans[:1])
+        self.rows_alone = spans[0][1].eager_tokens
         self.x, self.other = shared.x[self.rows], shared.other[self.rows]
         self.normed = shared.normed[self.rows]
         self.streams: list[torch.cuda.Stream] = []
@@ -297,7 +317,7 @@ class _Part:
 class _OrderedRows(_Part):
     """A part of few rows in the exact grade: products of `few_rows` in the order of cuBLAS.
 
-    Its spans have as many rows each; every one gets the bits that cuBLAS gives it alone.
+    Its spans stand for as many rows each; every one gets the bits that cuBLAS gives it alone.
     """
 
     def __init__(

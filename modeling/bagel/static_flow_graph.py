@@ -1,20 +1,25 @@
 """The image flow's forwards as static graphs: captured once, then replayed.
 
-Computes the bits of `flow.eager_forwards`. The branches of a guided step go through one forward
-where that keeps the bits. A forward runs eagerly at first (it warms kernels up), then it is
-captured, and from then on replayed over static inputs.
+Computes the bits of `flow.eager_forwards`. Where that keeps them, the branches of a guided step go
+through one forward, contexts that are copies of each other go through the first step once, and
+samples that are not wanted are left out. A forward runs eagerly at first (it warms kernels up),
+then it is captured, and from then on replayed over static inputs.
 """
 
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from modeling.bagel.config import ImageSize
 from modeling.bagel.context import Contexts
-from modeling.bagel.flow import FlowBranches, MakeForwards
+from modeling.bagel.flow import FlowBranches, FlowStep, MakeForwards
 from modeling.bagel.graph_capture import CapturedWork, CaptureError, GraphCapture
-from modeling.bagel.noise_forward import NoiseForward, can_join
+from modeling.bagel.noise_forward import NoiseForward, Rows, can_choose, can_join
+
+Group = tuple[tuple[str, Rows], ...]
+"""Branches that go through one forward, and contexts of each that do."""
 
 
 def static_forwards(capture: GraphCapture) -> MakeForwards:
@@ -29,31 +34,46 @@ class StaticForwards:
         self._capture = capture
         self._grid = grid
         self._branches = dict(branches.items())
-        self._is_joint = can_join(list(self._branches.values()), grid)
-        self._forwards: dict[tuple[str, ...], StaticVelocity] = {}
+        every = list(self._branches.values())
+        self._is_joint, self._may_choose = can_join(every, grid), can_choose(every, grid)
+        self._forwards: dict[Group, StaticVelocity] = {}
 
-    def __call__(self, x: Tensor, t: Tensor, is_guided: bool) -> dict[str, Tensor]:
+    def __call__(self, x: Tensor, t: Tensor, step: FlowStep) -> dict[str, Tensor]:
         """Velocities [B, n, P] by branch at x [B, n, P], t scalar; overwritten by the next call."""
-        names = tuple(self._branches) if is_guided else ("cond",)
-        groups = [names] if self._is_joint else [(name,) for name in names]
+        names = tuple(self._branches) if step.is_guided else ("cond",)
+        chosen = [(name, self._rows(name, step)) for name in names]
+        if not chosen[0][1]:
+            return dict.fromkeys(names, torch.zeros_like(x))
+        groups = [tuple(chosen)] if self._is_joint else [(each,) for each in chosen]
         velocities: dict[str, Tensor] = {}
         for group in groups:
-            velocities |= zip(group, self._forward(group)(x, t), strict=True)
+            velocities |= zip((name for name, _ in group), self._forward(group)(x, t), strict=True)
         return velocities
 
-    def _forward(self, group: tuple[str, ...]) -> "StaticVelocity":
+    def _rows(self, name: str, step: FlowStep) -> Rows:
+        """The contexts of a branch that a step goes through."""
+        contexts = self._branches[name]
+        wanted = tuple(contexts.rows) if step.wanted is None else step.wanted
+        if not self._may_choose:
+            return tuple(contexts.rows)
+        return (0,) if wanted and step.is_start and contexts.cache.is_uniform else wanted
+
+    def _forward(self, group: Group) -> "StaticVelocity":
         if group not in self._forwards:
-            branches = [self._branches[name] for name in group]
-            self._forwards[group] = StaticVelocity(self._capture, branches, self._grid)
+            branches = [self._branches[name] for name, _ in group]
+            rows = [rows for _, rows in group]
+            self._forwards[group] = StaticVelocity(self._capture, branches, self._grid, rows)
         return self._forwards[group]
 
 
 class StaticVelocity:
     """One forward of some branches."""
 
-    def __init__(self, capture: GraphCapture, branches: list[Contexts], grid: ImageSize):
+    def __init__(
+        self, capture: GraphCapture, branches: list[Contexts], grid: ImageSize, rows: list[Rows]
+    ):
         self._capture = capture
-        self._noise = NoiseForward(branches, grid)
+        self._noise = NoiseForward(branches, grid, rows)
         self._forward: _Forward | None = None
         self._work: CapturedWork | None = None
         self._is_eager = not capture.is_available

@@ -86,7 +86,7 @@ class TurnProgram:
         self.state.load(cache, rows)
         self.source = source
         read = replace(self._read, rows=tuple(rows))
-        self._append = CacheAppend(CacheRun(cache, self.state.places, read))
+        self._append = CacheAppend(CacheRun(cache, self.state.places, read, len(read.rows)))
 
     def run(self) -> None:
         state, contexts = self.state, self.source.contexts

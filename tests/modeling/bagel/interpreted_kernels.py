@@ -280,6 +280,14 @@ def joined_bits() -> None:
     )
     append = CacheAppend(*(pair[i] for i in (0, 1) for pair in runs))
     assert torch.equal(stack.run(decoder, x.clone(), joint, rotary, append), expected)
+    # The second row of one branch alone: the order of sums is that of both.
+    some = ExpertOrder.from_positions(torch.tensor([0, 3]), torch.tensor([1, 2]))
+    rotary = decoder.rotary(rope_ids[4:], some, QkRounding())
+    for of_rows in (2, 8):
+        append = KvCache.zeros(spec).append([1], [4], False, some, [[2], [2]], of_rows)
+        x = inputs[0][[2, 3, 6, 7]]
+        out = stack.run(decoder, x.clone(), some, rotary, append)
+        assert torch.equal(out, alone[0][[2, 3, 6, 7]]) == (of_rows == 2)
 
 
 @torch.no_grad()

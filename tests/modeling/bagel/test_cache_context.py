@@ -125,6 +125,27 @@ def test_copied_rows_go_on_like_their_source():
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
+def test_rows_are_uniform_until_they_are_appended_to():
+    prefix, copies, again = contexts(1), contexts(3), contexts(3)
+    assert copies.cache.is_uniform  # all empty
+    words = [tiny_tokenizer().encode(text) for text in ("a photo of", "a cat", "two dogs")]
+    prefix.add_text(words[:1])
+    copies.cache.copy_rows(prefix.cache)
+    again.cache.copy_rows(copies.cache)
+    assert copies.cache.is_uniform and again.cache.is_uniform
+    copies.add_text(words)
+    again.cache.copy_rows(copies.cache)
+    assert not copies.cache.is_uniform and not again.cache.is_uniform
+
+
+def test_some_rows_stand_for_all():
+    cache = contexts(3).cache
+    few = cache.append([2], [6], False, runs=[[2], [4]], of_rows=3)
+    assert [(run.num_tokens, run.eager_tokens) for run in few.runs] == [(2, 6), (4, 12)]
+    every = cache.append([0, 1], [6, 5], False, runs=[[2, 2], [4, 3]])
+    assert [(run.num_tokens, run.eager_tokens) for run in every.runs] == [(4, 4), (7, 7)]
+
+
 @pytest.mark.parametrize(("rows", "capacity"), [(2, 96), (3, 4)])
 def test_rows_that_do_not_fit_are_not_copied(rows, capacity):
     source = contexts(rows)

@@ -120,6 +120,30 @@ def test_stochastic_step_draws_once_for_all_samples():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    ("draw_at", "expected"),
+    [(1, [None, None, (0, 2), (0, 2)]), (None, [(0, 2)] * 4)],
+)
+def test_discarded_samples_are_wanted_up_to_the_stochastic_step(draw_at, expected):
+    steps = []
+
+    def make_forwards(branches, grid):
+        def velocities(x, t, step):
+            steps.append(step)
+            return {"cond": torch.ones_like(x)}
+
+        return velocities
+
+    draw = None if draw_at is None else StochasticDraw(draw_at, torch.Generator())
+    grown = FlowBranches(prompted([5], [9], [12]))
+    run_flow(
+        grown, noise(), GRID, config(), draw, make_forwards=make_forwards, discarded=[1]
+    )
+    assert [step.wanted for step in steps] == expected
+    assert [step.is_start for step in steps] == [True, False, False, False]
+
+
+@torch.no_grad()
 def test_no_stochastic_step_draws_nothing():
     state = torch.get_rng_state()
     result = run_flow(FlowBranches(branches().cond), noise(), GRID, config())

@@ -14,10 +14,10 @@ from modeling.bagel import noise_forward
 from modeling.bagel.cache import KvCache
 from modeling.bagel.config import ImageSize
 from modeling.bagel.context import EAGER, Contexts, Stacks
-from modeling.bagel.flow import FlowBranches, eager_forwards
+from modeling.bagel.flow import FlowBranches, FlowStep, eager_forwards
 from modeling.bagel.graph_capture import GraphCapture
 from modeling.bagel.sampling import SamplingConfig
-from modeling.bagel.static_flow_graph import static_forwards
+from modeling.bagel.static_flow_graph import StaticForwards, static_forwards
 from modeling.bagel.static_text_graph import TextGraphs, decode_text_static
 from modeling.bagel.text_decode import DecodedText, decode_text
 from tests.fake_graph import FakeBackend
@@ -350,7 +350,8 @@ def test_static_forwards_follow_their_inputs(monkeypatch, is_joint):
     generator = torch.Generator().manual_seed(0)
     for time, is_guided in ((1.0, True), (0.8, True), (0.7, True), (0.3, False), (0.1, False)):
         x, t = torch.randn(2, 16, 64, generator=generator), torch.tensor(time)
-        mine, expected = forwards(x, t, is_guided), reference(x, t, is_guided)
+        step = FlowStep(is_guided)
+        mine, expected = forwards(x, t, step), reference(x, t, step)
         assert list(mine) == list(expected)
         for name, velocity in mine.items():
             torch.testing.assert_close(velocity, expected[name], rtol=1e-4, atol=1e-4)
@@ -358,11 +359,87 @@ def test_static_forwards_follow_their_inputs(monkeypatch, is_joint):
     assert (backend.captures, backend.replays) == ((2, 3) if is_joint else (3, 8))
 
 
+class TestChosenSamples:
+    """Samples that need not go through a forward do not."""
+
+    X = torch.randn(3, 16, 64, generator=torch.Generator().manual_seed(0))
+    START = X[:1].expand(3, -1, -1).contiguous()
+
+    @pytest.fixture(autouse=True)
+    def few_rows_are_enough(self, monkeypatch):
+        monkeypatch.setattr(noise_forward, "INVARIANT_ROWS", 16)
+
+    def branches(self, stacks: Stacks) -> FlowBranches:
+        """The contexts of `cfg_text` are copies, those of `cond` are not."""
+        prefix = fill(contexts(1), [CAT])
+        text = contexts(3)
+        text.cache.copy_rows(prefix.cache)
+        cond = fill(contexts(3), [CAT, LONG, CAT])
+        for each in (cond, text):
+            each.stacks = stacks
+        return FlowBranches(cond, text)
+
+    def forwards(self, monkeypatch, stack: PoisonedStack) -> tuple[StaticForwards, list[int]]:
+        """Forwards over such a stack, and how many gen rows each forward went through."""
+        rows, run = [], stack.run
+
+        def counted(decoder, x, experts, *args) -> torch.Tensor:
+            rows.append(experts.num_gen)
+            return run(decoder, x, experts, *args)
+
+        monkeypatch.setattr(stack, "run", counted)
+        branches = self.branches(Stacks(image=stack))
+        return StaticForwards(GraphCapture(FakeBackend()), branches, GRID), rows
+
+    def check(self, forwards: StaticForwards, x: torch.Tensor, step: FlowStep) -> None:
+        expected = eager_forwards(self.branches(EAGER), GRID)(x, torch.tensor(0.8), step)
+        mine = forwards(x, torch.tensor(0.8), step)
+        assert list(mine) == list(expected)
+        kept = list(range(3) if step.wanted is None else step.wanted)
+        for name, velocity in mine.items():
+            assert torch.isfinite(velocity).all()
+            torch.testing.assert_close(velocity[kept], expected[name][kept], rtol=1e-4, atol=1e-4)
+
+    def test_copies_go_through_the_first_step_once(self, monkeypatch):
+        forwards, rows = self.forwards(monkeypatch, PoisonedStack())
+        self.check(forwards, self.START, FlowStep(is_guided=True, is_start=True))
+        self.check(forwards, self.X, FlowStep(is_guided=True))
+        assert rows == [(3 + 1) * 16, (3 + 3) * 16]
+
+    def test_unwanted_samples_go_through_no_forward(self, monkeypatch):
+        forwards, rows = self.forwards(monkeypatch, PoisonedStack())
+        for is_guided in (True, False):
+            for _ in range(3):  # the last one is a replay
+                self.check(forwards, self.X, FlowStep(is_guided, wanted=(0, 2)))
+        self.check(forwards, self.X, FlowStep(is_guided=True, wanted=(1,)))
+        self.check(forwards, self.START, FlowStep(is_guided=True, is_start=True, wanted=(1, 2)))
+        assert set(rows) == {(2 + 2) * 16, 2 * 16, (1 + 1) * 16, (2 + 1) * 16}
+        before = len(rows)
+        for is_start in (True, False):
+            self.check(forwards, self.X, FlowStep(True, is_start, wanted=()))
+        assert len(rows) == before
+
+    def test_all_go_where_the_stack_does_not_keep_the_order_of_sums(self, monkeypatch):
+        stack = PoisonedStack()
+        asked = []
+        monkeypatch.setattr(stack, "keeps_order", lambda decoder, rows: asked.append(rows))
+        forwards, rows = self.forwards(monkeypatch, stack)
+        self.check(forwards, self.START, FlowStep(is_guided=True, is_start=True, wanted=(1,)))
+        self.check(forwards, self.X, FlowStep(is_guided=True, wanted=()))
+        assert asked == [2 * 3] and set(rows) == {(3 + 3) * 16}
+
+    def test_pictures_of_few_tokens_go_together(self, monkeypatch):
+        monkeypatch.setattr(noise_forward, "INVARIANT_ROWS", 17)
+        forwards, rows = self.forwards(monkeypatch, PoisonedStack())
+        self.check(forwards, self.START, FlowStep(is_guided=True, is_start=True, wanted=(1,)))
+        assert rows == [(3 + 3) * 16]
+
+
 def test_a_flow_that_ended_leaves_no_graph():
     backend = FakeBackend()
     forwards = static_forwards(GraphCapture(backend))(flow_branches(), GRID)
     for _ in range(2):
-        forwards(torch.randn(2, 16, 64), torch.tensor(0.5), False)
+        forwards(torch.randn(2, 16, 64), torch.tensor(0.5), FlowStep(is_guided=False))
     works = [weakref.ref(each._work) for each in forwards._forwards.values()]
     gc.disable()
     try:
