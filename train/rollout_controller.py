@@ -120,23 +120,20 @@ class RolloutController:
         system = self.tokenizer.encode(GENERATE_SYSTEM)
         requests = [self.tokenizer.encode(prompt.prompt) for prompt in prompts]
         room = [len(system) + 2, max(map(len, requests)) + 2, stage.max_tokens + 1]
-
-        def add_system(contexts: Contexts) -> None:
-            if stage.think:
-                contexts.add_text([system] * contexts.cache.num_rows)
-
-        def add_all(contexts: Contexts) -> None:
-            add_system(contexts)
-            contexts.add_text(requests[: contexts.cache.num_rows])
-
         rows, noise = len(prompts), self._room_for_noise(grid)
         with self._thinking_contexts(rows, sum(room) + noise) as cond:
             with self.timer.phase("prefill"):
-                self._fill(cond, add_all, _all_equal(requests))
-                text = None
+                prefix, text = self.empty_contexts(1, sum(room)), None
+                if stage.think:
+                    prefix.add_text([system])
                 if stage.flow.guidance.text_scale > 1:
                     text = self.empty_contexts(rows, room[0] + noise)
-                    self._fill(text, add_system, is_shared=True)
+                    text.cache.copy_rows(prefix.cache)
+                if _all_equal(requests):
+                    prefix.add_text(requests[:1])
+                cond.cache.copy_rows(prefix.cache)
+                if not _all_equal(requests):
+                    cond.add_text(requests)
             thoughts = self._think(cond, stage, draws)
             flow = self._flow(FlowBranches(cond, text), stage, draws, grid)
         pictures = self.decode_pictures(flow.latents, grid)

@@ -50,18 +50,27 @@ def _product(
 
     Splits of SPLIT inner numbers are summed by themselves, then added up in order.
     """
-    outs, row, inner = (
-        first + tl.arange(0, N_BLOCK),
-        tl.arange(0, ROWS),
-        tl.arange(0, K_BLOCK),
-    )
-    weight_ptrs = weight_ptr + outs.to(tl.int64)[:, None] * K + inner[None, :]
-    x_ptrs = x_ptr + row[None, :] * K + inner[:, None]
     blocks: tl.constexpr = (SPLIT + K_BLOCK - 1) // K_BLOCK
     splits: tl.constexpr = (K + SPLIT - 1) // SPLIT
-    # One loop over all blocks, so that the loads of a split begin while the last one is summed.
+    halves: tl.constexpr = splits == 2 and K == 2 * SPLIT and SPLIT % (K_BLOCK // 2) == 0
+    STEP: tl.constexpr = K_BLOCK // 2 if halves else K_BLOCK
+    outs, row, inner = first + tl.arange(0, N_BLOCK), tl.arange(0, ROWS), tl.arange(0, STEP)
+    weight_ptrs = weight_ptr + outs.to(tl.int64)[:, None] * K + inner[None, :]
+    x_ptrs = x_ptr + row[None, :] * K + inner[:, None]
     acc = tl.zeros((N_BLOCK, ROWS), tl.float32)
     total = tl.zeros((N_BLOCK, ROWS), tl.float32)
+    if halves:
+        # Side by side: nothing then depends on where a split ends.
+        other = tl.zeros((N_BLOCK, ROWS), tl.float32)
+        for k in tl.range(0, SPLIT, STEP, num_stages=STAGES):
+            is_row = (row < num_rows)[None, :]
+            weight = tl.load(weight_ptrs + k, eviction_policy="evict_first")
+            other_weight = tl.load(weight_ptrs + k + SPLIT, eviction_policy="evict_first")
+            acc = tl.dot(weight, tl.load(x_ptrs + k, mask=is_row, other=0.0), acc)
+            other_x = tl.load(x_ptrs + k + SPLIT, mask=is_row, other=0.0)
+            other = tl.dot(other_weight, other_x, other)
+        return total + acc + other
+    # One loop over all blocks, so that the loads of a split begin while the last one is summed.
     for i in tl.range(0, splits * blocks, num_stages=STAGES):
         block = i if splits == 1 else i % blocks
         k = i * K_BLOCK if splits == 1 else i // blocks * SPLIT + block * K_BLOCK

@@ -127,9 +127,9 @@ def test_generate(added, thoughts):
     thoughts("<think> red </think>", "<think> red </think> more")
     samples, flow = controller().generate([prompt("a red cat"), prompt("two dogs")], draws())
     assert added == [
-        [[GENERATE_SYSTEM] * 2, ["a red cat", "two dogs"]],
-        [],  # starts as a copy of the next one
-        [[GENERATE_SYSTEM]],
+        [["a red cat", "two dogs"]],
+        [[GENERATE_SYSTEM]],  # the others start as copies of it
+        [],
     ]
     assert [s.text for s in samples] == ["<think> red </think>", "<think> red </think> more"]
     assert [s.format_reward for s in samples] == [1.0, 0.0]
@@ -154,7 +154,7 @@ def test_generate_really_thinks():
 def test_generate_without_thinking(added):
     rolled = controller(think_mode=False)
     samples, flow = rolled.generate([prompt("a red cat")] * 2, draws())
-    assert added == [[], [["a red cat"]], [], []]  # each is followed by what it copies
+    assert added == [[], [["a red cat"]], []]  # cond copies the prompt, cfg_text nothing
     assert [s.thought for s in samples] == [DecodedText((), ())] * 2
     assert [s.text for s in samples] == ["", ""]
     assert flow.stochastic is not None
@@ -162,9 +162,9 @@ def test_generate_without_thinking(added):
 
 
 @torch.no_grad()
-def test_generate_without_guidance_has_one_context(added):
+def test_generate_without_guidance_has_no_context_for_it(added):
     controller(cfg_text_scale=1.0).generate([prompt("a red cat")], draws())
-    assert len(added) == 1
+    assert added == [[], [[GENERATE_SYSTEM], ["a red cat"]]]
 
 
 @torch.no_grad()
