@@ -76,8 +76,18 @@ def _numbered(shapes: Mapping[str, Shape], pattern: str) -> list[str]:
     return names
 
 
-def _swish(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(x)
+def _normalised(x: Tensor, norm: nn.GroupNorm, has_swish: bool = True) -> Tensor:
+    """The norm of x [B, C, h, w], times its own sigmoid if asked for.
+
+    What autocast makes bf16 on a GPU goes through a kernel that computes in fp32 and rounds once.
+    """
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        # Imported late: Triton comes with PyTorch's GPU builds only.
+        from modeling.fused_group_norm import group_norm
+
+        return group_norm(x, norm, has_swish)
+    x = norm(x)
+    return x * torch.sigmoid(x) if has_swish else x
 
 
 def _norm(channels: int) -> nn.GroupNorm:
@@ -103,8 +113,8 @@ class ResBlock(nn.Module):
             self.nin_shortcut = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.conv1(_swish(self.norm1(x)))
-        hidden = self.conv2(_swish(self.norm2(hidden)))
+        hidden = self.conv1(_normalised(x, self.norm1))
+        hidden = self.conv2(_normalised(hidden, self.norm2))
         return self.nin_shortcut(x) + hidden
 
 
@@ -120,7 +130,7 @@ class AttnBlock(nn.Module):
         self.proj_out = nn.Conv2d(channels, channels, kernel_size=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.norm(x)
+        hidden = _normalised(x, self.norm, has_swish=False)
         # [B, C, h, w] -> [B, one head, h * w, C]
         q, k, v = (
             project(hidden).flatten(2).transpose(1, 2).unsqueeze(1).contiguous()
@@ -163,7 +173,9 @@ class Upsample(nn.Module):
         self.conv = _conv3(channels, channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+        # Not F.interpolate: autocast would have that write fp32.
+        doubled = x[:, :, :, None, :, None].expand(-1, -1, -1, 2, -1, 2)
+        return self.conv(doubled.flatten(4).flatten(2, 3))
 
 
 class Level(nn.Module):
@@ -222,7 +234,7 @@ class Encoder(nn.Module):
         x = self.conv_in(x)
         for level in self.down:
             x = level(x)
-        return self.conv_out(_swish(self.norm_out(self.mid(x))))
+        return self.conv_out(_normalised(self.mid(x), self.norm_out))
 
 
 class Decoder(nn.Module):
@@ -245,7 +257,7 @@ class Decoder(nn.Module):
         x = self.mid(self.conv_in(z))
         for level in reversed(self.up):
             x = level(x)
-        return self.conv_out(_swish(self.norm_out(x)))
+        return self.conv_out(_normalised(x, self.norm_out))
 
 
 class AutoEncoder(nn.Module):

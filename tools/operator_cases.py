@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from modeling.bagel.fused_ops import (
 )
 from modeling.bagel.layers import RMSNorm, rotary_table
 from modeling.bagel.qwen2_navit import Attention
+from modeling.fused_group_norm import group_norm
 
 HIDDEN, MLP, HEADS, KV_HEADS, HEAD_SIZE = 3584, 18944, 28, 4, 128
 EPS, THETA = 1e-6, 1e6
@@ -280,6 +282,29 @@ def fast_cases(rows: tuple[int, ...]) -> Iterator[Case]:
     for count in rows:
         if 0 < count <= few_rows.MAX_ROWS:
             yield from product_cases(count)
+
+
+def picture_cases() -> Iterator[Case]:
+    """The autoencoder's norms: its largest and its smallest maps, and odd ones; far from zero."""
+    shapes = ((4, 128, 512, 512), (4, 512, 64, 64), (1, 256, 40, 72), (3, 64, 9, 7))
+    for shape, has_swish in product(shapes, (True, False)):
+        x = draw(shape, "normal", shape[1]) * 3 + 20
+        norm = nn.GroupNorm(32, shape[1], eps=EPS, device="cuda")
+        with torch.no_grad():
+            norm.weight.copy_(draw((shape[1],), "normal", 1))
+            norm.bias.copy_(draw((shape[1],), "normal", 2))
+
+        def wide(x: Tensor = x, norm: nn.GroupNorm = norm, has_swish: bool = has_swish) -> Tensor:
+            y = norm(x.float())
+            return y * torch.sigmoid(y) if has_swish else y
+
+        yield Case(
+            f"group_norm {'x'.join(map(str, shape))}{' swish' if has_swish else ''}",
+            partial(lambda *given: [group_norm(*given)], x, norm, has_swish),
+            lambda wide=wide: [wide().bfloat16()],
+            3 * x.nbytes,
+            lambda wide=wide: [wide()],
+        )
 
 
 def cases(rows: tuple[int, ...], distributions: tuple[str, ...]) -> Iterator[Case]:

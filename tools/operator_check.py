@@ -3,6 +3,8 @@
 import argparse
 import json
 import sys
+from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -68,8 +70,16 @@ def measure(case: Case, rate: float) -> dict:
     return {"name": case.name, "fused_ms": fused, "eager_ms": eager, "bandwidth_share": share}
 
 
-def main(description: str, rows: tuple[int, ...], timed_rows: tuple[int, ...]) -> int:
-    """Checks all cases of `rows`, times those of `timed_rows`; 1 if any case fails."""
+def main(
+    description: str,
+    rows: tuple[int, ...],
+    timed_rows: tuple[int, ...],
+    more: Callable[[], Iterator[Case]] = lambda: iter(()),
+) -> int:
+    """Checks all cases of `rows` and `more`, times those of `timed_rows` and `more`.
+
+    Returns 1 if any case fails.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, help="where the results go")
     args = parser.parse_args()
@@ -79,7 +89,7 @@ def main(description: str, rows: tuple[int, ...], timed_rows: tuple[int, ...]) -
     with torch.no_grad():
         checked = [check(every_silu_case())]
         checked += [check(case) for case in cases(rows, DISTRIBUTIONS)]
-        checked += [check(case) for case in fast_cases(rows)]
+        checked += [check(case) for case in chain(fast_cases(rows), more())]
         failed = [record["name"] for record in checked if not record["passed"]]
         print(f"{len(checked)} cases, {len(failed)} failed")
         timed = []
@@ -87,7 +97,7 @@ def main(description: str, rows: tuple[int, ...], timed_rows: tuple[int, ...]) -
             rate = copy_rate()
             print(f"copy {rate / 1e12:.2f} TB/s; outputs are filled with NaN in every timed call")
             timed = [measure(case, rate) for case in cases(timed_rows, ("normal",))]
-            timed += [measure(case, rate) for case in fast_cases(timed_rows)]
+            timed += [measure(case, rate) for case in chain(fast_cases(timed_rows), more())]
     if args.json:
         args.json.write_text(json.dumps({"checked": checked, "timed": timed}, indent=1))
     return 1 if failed else 0

@@ -22,6 +22,7 @@ from modeling.bagel.layers import once_per_device
 MAX_FEW = 16
 """Query rows of a KV head (queries times heads that share it) that one program holds."""
 SPLIT_KEYS, FEW_BLOCK = 128, 64
+SPLITS_AT_ONCE, FEW_WARPS = 8, 4
 QUERY_BLOCK, KEY_BLOCK = 128, 128
 MIN_IMAGE_QUERIES, IMAGE_HEAD_SIZE = 64, 128
 MAX_LOCKS = 65536
@@ -63,6 +64,7 @@ def _few_queries_kernel(
     start_ptr,
     used_ptr,
     scale,
+    max_splits,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     H: tl.constexpr,
@@ -70,7 +72,7 @@ def _few_queries_kernel(
     ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     """One KV head of one sequence over SPLIT keys; the last program to end adds up all splits."""
     seq, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -100,7 +102,7 @@ def _few_queries_kernel(
         else:
             pair = seq * KV_HEADS + kv_head
             tile = row[:, None] * H + lane[None, :]
-            slot = pair * NUM_SPLITS + split
+            slot = pair * max_splits + split
             tl.store(part_ptr + slot * (ROWS * H) + tile, acc, mask=is_row[:, None])
             tl.store(stat_ptr + slot * (2 * ROWS) + row, top * scale, mask=is_row)
             tl.store(stat_ptr + slot * (2 * ROWS) + ROWS + row, total, mask=is_row)
@@ -110,14 +112,14 @@ def _few_queries_kernel(
             if num_ended == num_splits - 1:
                 tl.debug_barrier()
                 _add_splits(
-                    part_ptr + pair * NUM_SPLITS * (ROWS * H) + tile,
-                    stat_ptr + pair * NUM_SPLITS * (2 * ROWS) + row,
+                    part_ptr + pair * max_splits * (ROWS * H) + tile,
+                    stat_ptr + pair * max_splits * (2 * ROWS) + row,
                     out_ptr + places,
                     is_row,
                     num_splits,
                     H,
                     ROWS,
-                    NUM_SPLITS,
+                    AT_ONCE,
                 )
                 tl.store(lock_ptr + pair, 0)
 
@@ -131,30 +133,30 @@ def _add_splits(
     num_splits,
     H: tl.constexpr,
     ROWS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
-    """Adds the splits in their order, whatever order they ended in."""
+    """Adds the splits in their order, whatever order they ended in; loads AT_ONCE of them ahead."""
     top = tl.full((ROWS,), -1e30, tl.float32)
-    for split in tl.static_range(NUM_SPLITS):
-        there = is_row & (split < num_splits)
-        stat = tl.load(
-            stat_ptrs + split * (2 * ROWS), mask=there, other=-1e30, cache_modifier=".cg"
-        )
-        top = tl.maximum(top, stat)
+    for first in tl.range(0, num_splits, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            split = first + i
+            there = is_row & (split < num_splits)
+            stats = stat_ptrs + split * (2 * ROWS)
+            stat = tl.load(stats, mask=there, other=-1e30, cache_modifier=".cg")
+            top = tl.maximum(top, stat)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, H), tl.float32)
-    for split in tl.static_range(NUM_SPLITS):
-        there = is_row & (split < num_splits)
-        stats = stat_ptrs + split * (2 * ROWS)
-        weight = tl.math.exp2(tl.load(stats, mask=there, other=-1e30, cache_modifier=".cg") - top)
-        total += weight * tl.load(stats + ROWS, mask=there, other=0.0, cache_modifier=".cg")
-        part = tl.load(
-            part_ptrs + split * (ROWS * H),
-            mask=there[:, None],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        acc += weight[:, None] * part
+    for first in tl.range(0, num_splits, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            split = first + i
+            there = is_row & (split < num_splits)
+            stats = stat_ptrs + split * (2 * ROWS)
+            stat = tl.load(stats, mask=there, other=-1e30, cache_modifier=".cg")
+            weight = tl.math.exp2(stat - top)
+            total += weight * tl.load(stats + ROWS, mask=there, other=0.0, cache_modifier=".cg")
+            parts = part_ptrs + split * (ROWS * H)
+            part = tl.load(parts, mask=there[:, None], other=0.0, cache_modifier=".cg")
+            acc += weight[:, None] * part
     out = (acc / total[:, None]).to(out_ptrs.dtype.element_ty)
     tl.store(out_ptrs, out, mask=is_row[:, None])
 
@@ -195,9 +197,8 @@ def few_queries_attention(
         [T, N, H].
     """
     num_seqs, (num_heads, size), kv_heads = used.shape[0], q.shape[1:], keys.shape[1]
-    # A power of two, so that contexts of all lengths share a few compiled kernels; programs
-    # beyond the filled positions end at once.
-    num_splits = triton.next_power_of_2(triton.cdiv(capacity, SPLIT_KEYS))
+    # Programs beyond the filled positions end at once.
+    num_splits = triton.cdiv(capacity, SPLIT_KEYS)
     pairs = num_seqs * kv_heads
     out = torch.empty_like(q) if out is None else out
     parts = q.new_empty(pairs * num_splits * MAX_FEW * size, dtype=torch.float32)
@@ -213,6 +214,7 @@ def few_queries_attention(
         starts,
         used,
         size**-0.5 * LOG2_E,
+        num_splits,
         HEADS=num_heads,
         KV_HEADS=kv_heads,
         H=size,
@@ -220,8 +222,8 @@ def few_queries_attention(
         ROWS=MAX_FEW,
         SPLIT=SPLIT_KEYS,
         BLOCK=FEW_BLOCK,
-        NUM_SPLITS=num_splits,
-        num_warps=4,
+        AT_ONCE=SPLITS_AT_ONCE,
+        num_warps=FEW_WARPS,
     )
     return out
 

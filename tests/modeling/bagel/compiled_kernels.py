@@ -24,6 +24,7 @@ from modeling.bagel import few_rows, fused_attention, fused_ops, many_rows
 from modeling.bagel.cublas_order import split_product
 from modeling.bagel.fused_sampling import draw_tokens
 from modeling.bagel.sampling import SamplingConfig
+from modeling.fused_group_norm import group_norm
 
 Cases = dict[str, Callable[[], object]]
 
@@ -135,16 +136,21 @@ def all_cases() -> Cases:
         found[f"many_rows.swiglu of {rows}"] = partial(
             many_rows.swiglu, empty(rows, HIDDEN), wide, wide
         )
+    norm = torch.nn.GroupNorm(32, 128, device="meta")
+    for has_swish in (False, True):
+        name = f"group_norm{' and swish' if has_swish else ''}"
+        found[name] = partial(group_norm, empty(4, 128, 512, 512), norm, has_swish)
     return found | attention_cases()
 
 
 def declared_kernels() -> set[str]:
-    """Triton functions of modeling/bagel that no other one calls, by module and name."""
-    package = Path(few_rows.__file__).parent
+    """Triton functions of modeling/ that no other one calls, by module and name."""
+    root = Path(few_rows.__file__).parents[2]
     functions, called = set(), set()
-    for path in sorted(package.glob("*.py")):
+    for path in sorted((root / "modeling").rglob("*.py")):
         if "@triton.jit" in path.read_text(encoding="utf-8"):
-            module = importlib.import_module(f"modeling.bagel.{path.stem}")
+            name = ".".join(path.relative_to(root).with_suffix("").parts)
+            module = importlib.import_module(name)
             functions |= {each for each in vars(module).values() if isinstance(each, JITFunction)}
     for function in functions:
         names = function.fn.__code__.co_names

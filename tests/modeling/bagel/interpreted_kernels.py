@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from modeling import fused_group_norm
 from modeling.bagel import cublas_order, few_rows, fused_flow, many_rows
 from modeling.bagel.bagel import Wanted, run_layers
 from modeling.bagel.cache import CacheAppend, CacheSpec, KvCache
@@ -494,6 +495,20 @@ def sampling() -> None:
     assert torch.equal(draw_tokens(logits, greedy)[0], logits.argmax(-1))
 
 
+def group_norms() -> None:
+    """Groups of part of a block, of some blocks, and of more than are joined at once."""
+    fused_group_norm.BLOCK, fused_group_norm.PARTS_AT_ONCE = 64, 4
+    for shape, groups in (((2, 8, 3, 5), 4), ((1, 12, 9, 14), 2), ((3, 4, 16, 16), 1)):
+        norm = torch.nn.GroupNorm(groups, shape[1], eps=EPS).requires_grad_(False)
+        norm.weight.copy_(torch.randn(shape[1]))
+        norm.bias.copy_(torch.randn(shape[1]))
+        x = torch.randn(shape) + 5
+        y = norm(x)
+        near = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
+        near(fused_group_norm.group_norm(x, norm, has_swish=False), y)
+        near(fused_group_norm.group_norm(x.mT.contiguous().mT, norm, has_swish=True), F.silu(y))
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     checks = (
@@ -515,6 +530,7 @@ if __name__ == "__main__":
         few_row_norms,
         order_of_cublas,
         sampling,
+        group_norms,
     )
     {check.__name__: check for check in checks}[sys.argv[1]]()
     sys.stdout.write(f"checked {sys.argv[1]}\n")

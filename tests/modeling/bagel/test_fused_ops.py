@@ -35,6 +35,7 @@ CHECKS = (
     "order_of_cublas",
     "few_row_norms",
     "sampling",
+    "group_norms",
 )
 
 
