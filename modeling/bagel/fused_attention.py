@@ -74,7 +74,7 @@ def _few_queries_kernel(
     BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """One KV head of one sequence over SPLIT keys; the last program to end adds up all splits."""
+    """One KV head of one sequence over SPLIT keys; the last program to end joins all splits."""
     seq, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group: tl.constexpr = HEADS // KV_HEADS
     used = tl.load(used_ptr + seq)
@@ -111,7 +111,7 @@ def _few_queries_kernel(
             num_ended = tl.atomic_add(lock_ptr + pair, 1, sem="acq_rel")
             if num_ended == num_splits - 1:
                 tl.debug_barrier()
-                _add_splits(
+                _join_splits(
                     part_ptr + pair * max_splits * (ROWS * H) + tile,
                     stat_ptr + pair * max_splits * (2 * ROWS) + row,
                     out_ptr + places,
@@ -125,7 +125,7 @@ def _few_queries_kernel(
 
 
 @triton.jit
-def _add_splits(
+def _join_splits(
     part_ptrs,
     stat_ptrs,
     out_ptrs,
@@ -135,28 +135,24 @@ def _add_splits(
     ROWS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Adds the splits in their order, whatever order they ended in; loads AT_ONCE of them ahead."""
+    """Joins the splits in their order, whatever order they ended in; loads AT_ONCE ahead."""
     top = tl.full((ROWS,), -1e30, tl.float32)
-    for first in tl.range(0, num_splits, AT_ONCE):
-        for i in tl.static_range(AT_ONCE):
-            split = first + i
-            there = is_row & (split < num_splits)
-            stats = stat_ptrs + split * (2 * ROWS)
-            stat = tl.load(stats, mask=there, other=-1e30, cache_modifier=".cg")
-            top = tl.maximum(top, stat)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, H), tl.float32)
     for first in tl.range(0, num_splits, AT_ONCE):
         for i in tl.static_range(AT_ONCE):
             split = first + i
             there = is_row & (split < num_splits)
-            stats = stat_ptrs + split * (2 * ROWS)
-            stat = tl.load(stats, mask=there, other=-1e30, cache_modifier=".cg")
-            weight = tl.math.exp2(stat - top)
-            total += weight * tl.load(stats + ROWS, mask=there, other=0.0, cache_modifier=".cg")
-            parts = part_ptrs + split * (ROWS * H)
+            stats, parts = stat_ptrs + split * (2 * ROWS), part_ptrs + split * (ROWS * H)
+            # What is not there changes no bit: its weight is 0, and what is there shrinks by 1.
+            split_top = tl.load(stats, mask=there, other=-1e30, cache_modifier=".cg")
+            split_total = tl.load(stats + ROWS, mask=there, other=0.0, cache_modifier=".cg")
             part = tl.load(parts, mask=there[:, None], other=0.0, cache_modifier=".cg")
-            acc += weight[:, None] * part
+            new_top = tl.maximum(top, split_top)
+            shrink, weight = tl.math.exp2(top - new_top), tl.math.exp2(split_top - new_top)
+            total = total * shrink + weight * split_total
+            acc = acc * shrink[:, None] + weight[:, None] * part
+            top = new_top
     out = (acc / total[:, None]).to(out_ptrs.dtype.element_ty)
     tl.store(out_ptrs, out, mask=is_row[:, None])
 
