@@ -207,7 +207,7 @@ def ordered_cases(rows: int, distribution: str) -> Iterator[Case]:
     name = f"{rows} {distribution}"
     yield Case(
         f"ordered heads {name}, {splits[0]} splits",
-        lambda: list(few_rows.project_heads(x, weights, biases, EPS, splits[0])),
+        lambda: list(few_rows.project_heads(x, weights, biases, splits[0])),
         lambda: [linear(x) for linear in heads],
         sum(weight.nbytes for weight in weights),
     )
@@ -220,7 +220,7 @@ def ordered_cases(rows: int, distribution: str) -> Iterator[Case]:
         )
     yield Case(
         f"ordered swiglu {name}",
-        lambda: [few_rows.swiglu(x, gate.weight, up.weight, EPS)],
+        lambda: [few_rows.swiglu(x, gate.weight, up.weight)],
         lambda: [F.silu(gate(x)) * up(x)],
         gate.weight.nbytes + up.weight.nbytes,
     )
@@ -253,27 +253,27 @@ def product_cases(rows: int) -> Iterator[Case]:
         plain, wide = partial(twin, lambda y: y), partial(twin, Tensor.float)
         return Case(f"few_rows.{name} {rows}", run, plain, num_bytes, wide)
 
-    weighed = few_rows.weigh(x, norm.weight)
+    weighed = few_rows.weigh(x, norm.weight, EPS)
     yield case(
         "project_heads",
-        lambda: list(few_rows.project_heads(weighed, heads, biases, EPS)),
+        lambda: list(few_rows.project_heads(weighed, heads, biases)),
         project,
         *heads,
     )
-    yield case("swiglu", lambda: [few_rows.swiglu(weighed, gate, up, EPS)], gated, gate, up)
+    yield case("swiglu", lambda: [few_rows.swiglu(weighed, gate, up)], gated, gate, up)
     for name, left, weight in (("o", attended, out_proj), ("down", inner, down)):
 
         def add(left: Tensor = left, weight: Tensor = weight) -> list[Tensor]:
             total = x.clone()
-            rows, squares = few_rows.add_product(total, left, weight, norm.weight)
-            scale = (squares.sum(0)[:, None] / HIDDEN + EPS).rsqrt()
-            return [total, rows.float() * scale]
+            added = few_rows.add_product(total, left, weight, norm.weight, EPS)
+            scale = (added.squares.sum(0)[:, None] / HIDDEN + EPS).rsqrt()
+            return [total, added.rows.float() * scale]
 
         def twin(cast: Callable, left: Tensor = left, weight: Tensor = weight) -> list[Tensor]:
             total = cast(x) + cast(left) @ cast(weight).t()
             return [total, F.rms_norm(total, (HIDDEN,), cast(norm.weight), EPS)]
 
-        kernel = partial(few_rows.add_product, x.clone(), left, weight, norm.weight)
+        kernel = partial(few_rows.add_product, x.clone(), left, weight, norm.weight, EPS)
         yield replace(case(f"add_product {name}", add, twin, weight), kernel=kernel)
 
 

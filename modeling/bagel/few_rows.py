@@ -27,10 +27,11 @@ SPLIT_TILE = 64
 
 
 class WeighedRows(NamedTuple):
-    """Rows before a norm's scale: times its weight, and the squares of what they were before."""
+    """Rows before a norm's scale: times its weight, squares of what they were, and its eps."""
 
     rows: Tensor  # [M, K]
     squares: Tensor  # fp32 [P, M]
+    eps: float
 
 
 @triton.jit
@@ -325,14 +326,15 @@ def linear(x: Tensor, weight: Tensor, splits: int = 1) -> Tensor:
     return out
 
 
-def weigh(x: Tensor, norm_weight: Tensor) -> WeighedRows:
+def weigh(x: Tensor, norm_weight: Tensor, eps: float) -> WeighedRows:
     """Rows x [M, K] on their way into products behind a norm; K is a multiple of PART."""
     num_rows, size = x.shape
-    weighed = _empty_weighed(x)
+    weighed = _empty_weighed(x, eps)
     _weigh_kernel[(size // PART,)](
         x,
         norm_weight,
-        *weighed,
+        weighed.rows,
+        weighed.squares,
         num_rows,
         N=size,
         PART=PART,
@@ -342,19 +344,22 @@ def weigh(x: Tensor, norm_weight: Tensor) -> WeighedRows:
     return weighed
 
 
-def add_product(x: Tensor, inner: Tensor, weight: Tensor, norm_weight: Tensor) -> WeighedRows:
+def add_product(
+    x: Tensor, inner: Tensor, weight: Tensor, norm_weight: Tensor, eps: float
+) -> WeighedRows:
     """Adds inner [M, K] by weight [N, K] to x [M, N] in place; the sum, for products behind a norm.
 
     The residual stream has fewer than LARGE_N numbers a row.
     """
     num_rows, (size, depth) = x.shape[0], weight.shape
-    weighed = _empty_weighed(x)
+    weighed = _empty_weighed(x, eps)
     _add_product_kernel[(size // PART,)](
         x,
         inner,
         weight,
         norm_weight,
-        *weighed,
+        weighed.rows,
+        weighed.squares,
         num_rows,
         N=size,
         K=depth,
@@ -363,24 +368,23 @@ def add_product(x: Tensor, inner: Tensor, weight: Tensor, norm_weight: Tensor) -
     return weighed
 
 
-def _empty_weighed(x: Tensor) -> WeighedRows:
+def _empty_weighed(x: Tensor, eps: float) -> WeighedRows:
     num_rows, size = x.shape
     squares = torch.empty(size // PART, num_rows, dtype=torch.float32, device=x.device)
-    return WeighedRows(torch.empty_like(x), squares)
+    return WeighedRows(torch.empty_like(x), squares, eps)
 
 
 def project_heads(
     x: Tensor | WeighedRows,
     weights: tuple[Tensor, ...],
     biases: tuple[Tensor, ...],
-    eps: float,
     splits: int = 1,
 ) -> tuple[Tensor, ...]:
     """q, k and v projections of normed rows [M, K] in one launch: [M, Q], [M, KV], [M, KV].
 
-    Normed they are already, or are weighed and get the norm's scale here, with its `eps`.
+    Normed they are already, or are weighed and get the norm's scale here.
     """
-    rows, squares = x if isinstance(x, WeighedRows) else (x, None)
+    rows, squares, eps = x if isinstance(x, WeighedRows) else (x, None, 0.0)
     (num_rows, inner), sizes = rows.shape, [weight.shape[0] for weight in weights]
     outs = [rows.new_empty(num_rows, size) for size in sizes]
     blocks = _blocks(num_rows, sizes[0], inner)
@@ -403,12 +407,12 @@ def project_heads(
     return tuple(outs)
 
 
-def swiglu(x: Tensor | WeighedRows, gate: Tensor, up: Tensor, eps: float) -> Tensor:
+def swiglu(x: Tensor | WeighedRows, gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate x) * (up x) of normed rows x [M, K] by weights [N, K]: [M, N].
 
     Of rows that are normed already it is rounded where the eager path rounds, of weighed ones once.
     """
-    rows, squares = x if isinstance(x, WeighedRows) else (x, None)
+    rows, squares, eps = x if isinstance(x, WeighedRows) else (x, None, 0.0)
     num_rows, (size, inner) = rows.shape[0], gate.shape
     out = rows.new_empty(num_rows, size)
     blocks = _blocks(num_rows, size, inner) | {"STAGES": 3}

@@ -333,20 +333,21 @@ class _OrderedRows(_Part):
     def _project(self, linears: list[torch.nn.Linear]) -> tuple[Tensor, ...]:
         weights, biases = zip(*((each.weight, each.bias) for each in linears), strict=True)
         splits = self._splits[linears[0]]
-        return few_rows.project_heads(self.normed, weights, biases, self.shared.eps, splits)
+        return few_rows.project_heads(self.normed, weights, biases, splits)
 
     def _swiglu(self, gate: torch.nn.Linear, up: torch.nn.Linear) -> Tensor:
-        return few_rows.swiglu(self.normed, gate.weight, up.weight, self.shared.eps)
+        return few_rows.swiglu(self.normed, gate.weight, up.weight)
 
 
 class _WeighedRows(_Part):
     """A part of few rows in the fast grade: products of `few_rows`, norms in their epilogues."""
 
     def _norm(self, weight: Tensor) -> None:
-        self._weighed = few_rows.weigh(self.x, weight)
+        self._weighed = few_rows.weigh(self.x, weight, self.shared.eps)
 
     def _add_product(self, inner: Tensor, linear: torch.nn.Linear, norm_weight: Tensor) -> None:
-        self._weighed = few_rows.add_product(self.x, inner, linear.weight, norm_weight)
+        norm = (norm_weight, self.shared.eps)
+        self._weighed = few_rows.add_product(self.x, inner, linear.weight, *norm)
 
     def _end(self, inner: Tensor, linear: torch.nn.Linear, norm_weight: Tensor) -> None:
         self._add_product(inner, linear, norm_weight)
@@ -354,7 +355,7 @@ class _WeighedRows(_Part):
 
     def _project(self, linears: list[torch.nn.Linear]) -> tuple[Tensor, ...]:
         weights, biases = zip(*((each.weight, each.bias) for each in linears), strict=True)
-        return few_rows.project_heads(self._weighed, weights, biases, self.shared.eps)
+        return few_rows.project_heads(self._weighed, weights, biases)
 
     def _swiglu(self, gate: torch.nn.Linear, up: torch.nn.Linear) -> Tensor:
-        return few_rows.swiglu(self._weighed, gate.weight, up.weight, self.shared.eps)
+        return few_rows.swiglu(self._weighed, gate.weight, up.weight)

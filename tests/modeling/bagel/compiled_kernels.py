@@ -102,22 +102,25 @@ def few_row_cases(rows: int) -> Cases:
     up, norm = empty(INNER, HIDDEN), empty(HIDDEN)
     heads = [empty(size, HIDDEN) for size in (HIDDEN, KV, KV)]
     biases = [empty(size) for size in (HIDDEN, KV, KV)]
-    weighed = few_rows.WeighedRows(x, empty(HIDDEN // few_rows.PART, rows, dtype=torch.float32))
+    squares = empty(HIDDEN // few_rows.PART, rows, dtype=torch.float32)
+    weighed = few_rows.WeighedRows(x, squares, EPS)
     return {
         **{
             f"{name} product of {rows}": partial(few_rows.linear, *pair)
             for name, pair in weights.items()
         },
-        f"weigh of {rows}": partial(few_rows.weigh, x, norm),
+        f"weigh of {rows}": partial(few_rows.weigh, x, norm, EPS),
         **{
-            f"add_product of {rows}, {name}": partial(few_rows.add_product, x, *weights[name], norm)
+            f"add_product of {rows}, {name}": partial(
+                few_rows.add_product, x, *weights[name], norm, EPS
+            )
             for name in ("square", "long")
         },
-        f"project_heads of {rows}": partial(few_rows.project_heads, weighed, heads, biases, EPS),
-        f"swiglu of {rows}": partial(few_rows.swiglu, weighed, up, up, EPS),
+        f"project_heads of {rows}": partial(few_rows.project_heads, weighed, heads, biases),
+        f"swiglu of {rows}": partial(few_rows.swiglu, weighed, up, up),
         f"ordered product of {rows}": partial(few_rows.linear, *weights["long"], 7),
-        f"ordered heads of {rows}": partial(few_rows.project_heads, x, heads, biases, EPS, 2),
-        f"ordered swiglu of {rows}": partial(few_rows.swiglu, x, up, up, EPS),
+        f"ordered heads of {rows}": partial(few_rows.project_heads, x, heads, biases, 2),
+        f"ordered swiglu of {rows}": partial(few_rows.swiglu, x, up, up),
         f"split product of {rows}": partial(split_product, x, heads[0], biases[0], 2),
     }
 

@@ -426,11 +426,11 @@ def few_row_products() -> None:
         near(few_rows.linear(x, weight, splits), expected)
         near(split_product(x, weight, bias, splits), expected + bias)
         near(split_product(x, weight, None, splits), expected)
-        outs = few_rows.project_heads(x, [weight] * 3, [bias] * 3, EPS, splits)
+        outs = few_rows.project_heads(x, [weight] * 3, [bias] * 3, splits)
         near(torch.stack(outs), (expected + bias).expand(3, -1, -1))
     gate, up = torch.randn(2, 32, 512) / 16
     x = torch.randn(4, 512)
-    near(few_rows.swiglu(x, gate, up, EPS), F.silu(x @ gate.t()) * (x @ up.t()))
+    near(few_rows.swiglu(x, gate, up), F.silu(x @ gate.t()) * (x @ up.t()))
     weight = torch.empty(48, 512, dtype=torch.bfloat16)
     assert few_rows.fits(4, weight)
     assert not few_rows.fits(33, weight) and not few_rows.fits(0, weight)
@@ -458,18 +458,18 @@ def few_row_norms() -> None:
         x, norm, inner = torch.randn(rows, size), module(size), torch.randn(rows, 512)
         weights = [torch.randn(width, size) / 32 for width in (64, 32, 32)]
         biases = [torch.randn(weight.shape[0]) for weight in weights]
-        weighed = few_rows.weigh(x, norm.weight)
+        weighed = few_rows.weigh(x, norm.weight, EPS)
         close(weighed.rows, x * norm.weight)
-        outs = few_rows.project_heads(weighed, weights, biases, EPS)
+        outs = few_rows.project_heads(weighed, weights, biases)
         for out, weight, bias in zip(outs, weights, biases, strict=True):
             torch.testing.assert_close(out, norm(x) @ weight.t() + bias, rtol=0, atol=1e-5)
         down, total = torch.randn(size, 512) / 16, x.clone()
-        weighed = few_rows.add_product(total, inner, down, norm.weight)
+        weighed = few_rows.add_product(total, inner, down, norm.weight, EPS)
         torch.testing.assert_close(total, x + inner @ down.t(), rtol=0, atol=1e-5)
         close(weighed.rows, total * norm.weight)
         gate, up = torch.randn(2, 32, size) / 32
         expected = F.silu(norm(total) @ gate.t()) * (norm(total) @ up.t())
-        out = few_rows.swiglu(weighed, gate, up, EPS)
+        out = few_rows.swiglu(weighed, gate, up)
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
