@@ -133,7 +133,7 @@ def gated_case(rows: int, distribution: str, is_up_first: bool) -> Case:
     x = draw((rows, HIDDEN), distribution, rows)
     weights = torch.stack([draw((MLP, HIDDEN), "normal", i) for i in (6, 7)]) * 0.02
     gate, up = weights.flip(0) if is_up_first else weights
-    assert many_rows.fits_swiglu(x, gate, up)
+    assert many_rows.fits(x, gate, up)
 
     def run() -> list[Tensor]:
         poisoned(rows, MLP)  # freed at once: the result takes its memory
@@ -144,19 +144,6 @@ def gated_case(rows: int, distribution: str, is_up_first: bool) -> Case:
         run,
         lambda: [F.silu(x @ gate.t()) * (x @ up.t())],
         2 * weights.nbytes,
-    )
-
-
-def added_case(rows: int, distribution: str, inner: int) -> Case:
-    """A product that is added to the residual stream, against cuBLAS. On Hopper GPUs only."""
-    x, left = draw((rows, HIDDEN), distribution, rows), draw((rows, inner), distribution, inner)
-    weight = draw((HIDDEN, inner), "normal", 5) * 0.02
-    assert many_rows.fits_add(x, left, weight)
-    return Case(
-        f"many_rows.add_product {rows} {distribution}, {inner}",
-        lambda: [many_rows.add_product(x, left, weight, poisoned(rows, HIDDEN))],
-        lambda: [x + left @ weight.t()],
-        2 * x.nbytes + left.nbytes + weight.nbytes,
     )
 
 
@@ -337,8 +324,6 @@ def cases(rows: tuple[int, ...], distributions: tuple[str, ...]) -> Iterator[Cas
                 yield from ordered_cases(count, distribution)
             if is_many:
                 yield gated_case(count, distribution, is_up_first=False)
-                yield added_case(count, distribution, HIDDEN)
-                yield added_case(count, distribution, MLP)
         if is_many:
             yield gated_case(count, "normal", is_up_first=True)
         yield norm_case(count, "normal", strided=True)

@@ -279,12 +279,7 @@ class _Part:
 
     def _add_product(self, inner: Tensor, linear: torch.nn.Linear, norm_weight: Tensor) -> None:
         """Adds a product to the rows and normalises the sum."""
-        if many_rows.fits_add(self.x, inner, linear.weight):
-            many_rows.add_product(self.x, inner, linear.weight, self.other)
-            self.x, self.other = self.other, self.x
-            self._norm(norm_weight)
-        else:
-            self._add_and_norm(linear(inner), norm_weight)
+        self._add_and_norm(linear(inner), norm_weight)
 
     def _add_and_norm(self, delta: Tensor, norm_weight: Tensor) -> None:
         norm = (norm_weight, self.shared.eps)
@@ -314,7 +309,7 @@ class _Part:
         return tuple(results)
 
     def _swiglu(self, gate: torch.nn.Linear, up: torch.nn.Linear) -> Tensor:
-        if many_rows.fits_swiglu(self.normed, gate.weight, up.weight):
+        if many_rows.fits(self.normed, gate.weight, up.weight):
             return many_rows.swiglu(self.normed, gate.weight, up.weight)
         return silu_mul(*self._project([gate, up]))
 

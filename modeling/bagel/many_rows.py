@@ -1,15 +1,14 @@
-"""Matrix products of many rows in Triton, with what follows them in their epilogues.
+"""The gate and up products of many rows in one Triton kernel, with SwiGLU in its epilogue.
 
-Gate and up with SwiGLU, and products that are added to the residual stream. Every output is summed
-over the inner dimension in order, in one fp32 accumulator of the tensor core, as cuBLAS sums it on
-Hopper where there are many rows; so the bits are those of the products and the operators behind
-them, which is checked once for each size. What lies between never reaches memory.
+Every output is summed over the inner dimension in order, in one fp32 accumulator of the tensor
+core, as cuBLAS sums it on Hopper where there are many rows; so the bits are those of two products
+and `fused_ops.silu_mul` behind them, which is checked once for each pair of sizes. Gate and up
+never reach memory, and one read of the rows serves both.
 
-Shape letters: M rows, K inner, N outputs.
+Shape letters: M rows, K inner, N width of the MLP.
 """
 
 import logging
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +22,6 @@ from modeling.bagel.fused_ops import EXACT, is_hopper, silu_mul, silu_times
 from modeling.bagel.layers import is_capturing
 
 ROW_BLOCK, OUT_BLOCK, INNER_BLOCK = 128, 128, 64
-"""A tile has ROW_BLOCK rows and twice OUT_BLOCK outputs, which end one half after the other."""
 STAGES = 3
 GROUP = 16
 """Blocks of rows that go through the weights together: their tiles and those of the weights they
@@ -32,21 +30,6 @@ ALIGNMENT, MAX_STRIDE = 16, 2**40
 """Of addresses and strides of a tensor map, in bytes (CUDA driver API, tensor map objects)."""
 logger = logging.getLogger("faster_r3")
 _checked: dict[tuple, bool] = {}
-
-
-@triton.jit
-def _tile_place(tile, down, across, GROUP: tl.constexpr):
-    """Row and column of a tile, down the rows of a group first."""
-    group = tile // (GROUP * across)
-    height = min(down - group * GROUP, GROUP)
-    place = tile % (GROUP * across)
-    return group * GROUP + place % height, place // height
-
-
-@triton.jit
-def _halves(acc, ROWS: tl.constexpr, OUTS: tl.constexpr):
-    """The left and the right half of [ROWS, 2 * OUTS]."""
-    return tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, OUTS)), (0, 2, 1)))
 
 
 @triton.jit
@@ -64,112 +47,60 @@ def _swiglu_kernel(
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Each program takes every so many tiles: OUTS gates beside the OUTS ups of the same places."""
+    """Each program takes every so many tiles [ROWS, OUTS], down the rows of a group first."""
     down, across = tl.cdiv(num_rows, ROWS), tl.cdiv(size, OUTS)
     for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0), flatten=True):
-        row, first = _tile_place(tile, down, across, GROUP)
-        row, first = row * ROWS, first * OUTS
+        group = tile // (GROUP * across)
+        height = min(down - group * GROUP, GROUP)
+        place = tile % (GROUP * across)
+        row = (group * GROUP + place % height) * ROWS
+        first = place // height * OUTS
         acc = tl.zeros((ROWS, 2 * OUTS), tl.float32)
         for k in tl.range(0, inner, STEP, num_stages=STAGES):
             x = x_rows.load([row, k])
             both = tl.reshape(weight_rows.load([0, first, k]), (2 * OUTS, STEP))
             acc = tl.dot(x, both.T, acc)
-        gate, up = _halves(acc, ROWS, OUTS)
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, OUTS)), (0, 2, 1)))
         if IS_UP_FIRST:
             gate, up = up, gate
         dtype: tl.constexpr = out_rows.dtype
         out_rows.store([row, first], silu_times(gate.to(dtype), up.to(dtype)))
 
 
-@triton.jit
-def _add_product_kernel(
-    x_rows,
-    inner_rows,
-    weight_rows,
-    out_rows,
-    num_rows,
-    size,
-    inner,
-    ROWS: tl.constexpr,
-    OUTS: tl.constexpr,
-    STEP: tl.constexpr,
-    GROUP: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Each program takes every so many tiles of 2 * OUTS outputs; rounds before it adds."""
-    down, across = tl.cdiv(num_rows, ROWS), tl.cdiv(size, 2 * OUTS)
-    for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0), flatten=True):
-        row, first = _tile_place(tile, down, across, GROUP)
-        row, first = row * ROWS, first * (2 * OUTS)
-        acc = tl.zeros((ROWS, 2 * OUTS), tl.float32)
-        for k in tl.range(0, inner, STEP, num_stages=STAGES):
-            acc = tl.dot(inner_rows.load([row, k]), weight_rows.load([first, k]).T, acc)
-        left, right = _halves(acc, ROWS, OUTS)
-        dtype: tl.constexpr = out_rows.dtype
-        x = x_rows.load([row, first]).to(tl.float32)
-        out_rows.store([row, first], (x + left.to(dtype).to(tl.float32)).to(dtype))
-        x = x_rows.load([row, first + OUTS]).to(tl.float32)
-        out_rows.store([row, first + OUTS], (x + right.to(dtype).to(tl.float32)).to(dtype))
-
-
-def fits_swiglu(x: Tensor, gate: Tensor, up: Tensor) -> bool:
-    """Whether `swiglu` takes rows [M, K] and two weights [N, K], and gives the bits of cuBLAS."""
-    distance = abs(up.data_ptr() - gate.data_ptr())
+def fits(x: Tensor, gate: Tensor, up: Tensor) -> bool:
+    """Whether the kernel takes rows [M, K] and two weights [N, K], and gives the bits of cuBLAS."""
+    tensors, distance = (x, gate, up), abs(up.data_ptr() - gate.data_ptr())
     return (
-        _fits(x, gate, up)
-        and 0 < distance < MAX_STRIDE
-        and _has_cublas_bits(
-            "gate and up products",
-            gate,
-            lambda: swiglu(x, gate, up),
-            lambda: silu_mul(F.linear(x, gate), F.linear(x, up)),
-        )
-    )
-
-
-def fits_add(x: Tensor, inner: Tensor, weight: Tensor) -> bool:
-    """As `fits_swiglu` for `add_product`: x [M, N], inner [M, K] and a weight [N, K]."""
-    return _fits(inner, weight, x) and _has_cublas_bits(
-        "products in the residual stream",
-        weight,
-        lambda: add_product(x, inner, weight, torch.empty_like(x)),
-        lambda: x + F.linear(inner, weight),
-    )
-
-
-def _fits(rows: Tensor, *others: Tensor) -> bool:
-    """Whether there are many rows, and tensor maps over all of these."""
-    tensors = (rows, *others)
-    return (
-        rows.shape[0] >= INVARIANT_ROWS
-        and rows.is_cuda
-        and is_hopper(rows.device)
+        x.shape[0] >= INVARIANT_ROWS
+        and x.is_cuda
+        and is_hopper(x.device)
         and all(each.dtype == torch.bfloat16 and each.is_contiguous() for each in tensors)
         and all(each.data_ptr() % ALIGNMENT == 0 for each in tensors)
-        and all(each.shape[1] * each.element_size() % ALIGNMENT == 0 for each in tensors)
+        and all(size * x.element_size() % ALIGNMENT == 0 for size in gate.shape)
+        and 0 < distance < MAX_STRIDE
+        and _has_cublas_bits(x, gate, up)
     )
 
 
-def _has_cublas_bits(
-    what: str, weight: Tensor, compute: Callable[[], Tensor], twin: Callable[[], Tensor]
-) -> bool:
+def _has_cublas_bits(x: Tensor, gate: Tensor, up: Tensor) -> bool:
     """Whether the first rows that came for these sizes had the bits of cuBLAS.
 
     Which kernels cuBLAS takes is not promised, so another version may sum otherwise. Rows that
     come inside a graph capture before all others cannot be compared, and are not taken.
     """
-    sizes = (what, weight.device, *weight.shape)
+    sizes = (x.device, *gate.shape)
     if sizes not in _checked:
-        if is_capturing(weight.device):
+        if is_capturing(x.device):
             return False
-        same = torch.equal(compute().view(torch.int16), twin().view(torch.int16))
+        expected = silu_mul(F.linear(x, gate), F.linear(x, up))
+        same = torch.equal(swiglu(x, gate, up).view(torch.int16), expected.view(torch.int16))
         _checked[sizes] = same
         if not same:
             logger.warning(
-                "%s of %d by %d have other bits than cuBLAS gives on %s: left to cuBLAS",
-                what,
-                *weight.shape,
-                weight.device,
+                "gate and up products of %d by %d have other bits than cuBLAS gives on %s: "
+                "left to cuBLAS",
+                *gate.shape,
+                x.device,
             )
     return _checked[sizes]
 
@@ -185,7 +116,7 @@ def swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     """silu(x gate^T) * (x up^T): [M, N], rounded where the eager path rounds.
 
     Args:
-        x: [M, K]. gate, up: [N, K]. Contiguous, of one type, bf16 on a GPU; see `fits_swiglu`.
+        x: [M, K]. gate, up: [N, K]. Contiguous, of one type, bf16 on a GPU; see `fits`.
     """
     (num_rows, inner), size = x.shape, gate.shape[0]
     out = x.new_empty(num_rows, size)
@@ -204,34 +135,12 @@ def swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
         size,
         inner,
         IS_UP_FIRST=lower is up,
-        **_tile_sizes(),
+        ROWS=ROW_BLOCK,
+        OUTS=OUT_BLOCK,
+        STEP=INNER_BLOCK,
+        GROUP=GROUP,
+        STAGES=STAGES,
+        num_warps=8,
+        **EXACT,
     )
     return out
-
-
-def add_product(x: Tensor, inner: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-    """x + inner weight^T into `out`: [M, N], rounded where the eager path rounds.
-
-    Args:
-        x, out: [M, N]. inner: [M, K]. weight: [N, K]. Contiguous, of one type, bf16 on a GPU; see
-            `fits_add`.
-    """
-    (num_rows, depth), size = inner.shape, weight.shape[0]
-    tiles = triton.cdiv(num_rows, ROW_BLOCK) * triton.cdiv(size, 2 * OUT_BLOCK)
-    _add_product_kernel[(min(tiles, _num_programs(x.device)),)](
-        TensorDescriptor.from_tensor(x, [ROW_BLOCK, OUT_BLOCK]),
-        TensorDescriptor.from_tensor(inner, [ROW_BLOCK, INNER_BLOCK]),
-        TensorDescriptor.from_tensor(weight, [2 * OUT_BLOCK, INNER_BLOCK]),
-        TensorDescriptor.from_tensor(out, [ROW_BLOCK, OUT_BLOCK]),
-        num_rows,
-        size,
-        depth,
-        **_tile_sizes(),
-    )
-    return out
-
-
-def _tile_sizes() -> dict[str, object]:
-    """Options of both kernels."""
-    sizes = {"ROWS": ROW_BLOCK, "OUTS": OUT_BLOCK, "STEP": INNER_BLOCK}
-    return {**sizes, "GROUP": GROUP, "STAGES": STAGES, "num_warps": 8, **EXACT}

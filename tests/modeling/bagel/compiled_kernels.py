@@ -139,10 +139,6 @@ def all_cases() -> Cases:
         found[f"many_rows.swiglu of {rows}"] = partial(
             many_rows.swiglu, empty(rows, HIDDEN), wide, wide
         )
-        x = empty(rows, HIDDEN)
-        found[f"many_rows.add_product of {rows}"] = partial(
-            many_rows.add_product, x, empty(rows, INNER), empty(HIDDEN, INNER), x
-        )
     norm = torch.nn.GroupNorm(32, 128, device="meta")
     for has_swish in (False, True):
         name = f"group_norm{' and swish' if has_swish else ''}"

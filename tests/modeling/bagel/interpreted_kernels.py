@@ -387,44 +387,31 @@ def many_row_products() -> None:
             expected = F.silu(x @ gate.t()) * (x @ up.t())
             out = many_rows.swiglu(x, gate, up)
             torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-        residual = torch.randn(rows, width)
-        out = many_rows.add_product(residual, x, weights[1], poisoned(rows, width))
-        expected = residual + x @ weights[1].t()
-        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     # More groups of rows than one, the last of them smaller.
     many_rows.GROUP = 2
     x, (gate, up) = torch.randn(650, 16), torch.randn(2, 16, 16) / 16
     expected = F.silu(x @ gate.t()) * (x @ up.t())
     torch.testing.assert_close(many_rows.swiglu(x, gate, up), expected, rtol=1e-5, atol=1e-5)
-    x, gate, up = x.bfloat16(), gate.bfloat16(), up.bfloat16()
-    assert not many_rows.fits_swiglu(x, gate, up) and not many_rows.fits_add(x, x, gate)  # no GPU
+    assert not many_rows.fits(x.bfloat16(), gate.bfloat16(), up.bfloat16())  # not on a GPU
 
 
 def bits_of_cublas() -> None:
-    """Looked at once for each size and kind; other bits are reported and leave the work to it."""
+    """Looked at once for each pair of sizes; other bits are reported and leave the work to it."""
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger("faster_r3").addHandler(handler)
-    x, weight, wider = torch.randn(4, 16), torch.randn(16, 16), torch.randn(32, 16)
-    same, twin = many_rows._has_cublas_bits, partial(F.linear, x, weight)
-    assert same("some", weight, twin, twin) and not records
-    # Not asked again for these sizes, whatever the rows.
-    assert same("some", weight + 1, lambda: 1 / 0, lambda: 1 / 0) and not records
-    twin = partial(F.linear, x, wider)
+    computed = many_rows.swiglu
+    x, weights = torch.randn(4, 16), torch.randn(3, 16, 16)
+    same = many_rows._has_cublas_bits
+    many_rows.swiglu = lambda x, gate, up: silu_mul(F.linear(x, gate), F.linear(x, up))
+    assert same(x, *weights[:2]) and not records
+    many_rows.swiglu = lambda *_: 1 / 0  # not asked again for these sizes, whatever the rows
+    assert same(x[:2], *weights[1:]) and not records
+    many_rows.swiglu = lambda *given: torch.nextafter(computed(*given), torch.tensor(9.0))
     for _ in range(2):
-        assert not same("some", wider, lambda: torch.nextafter(twin(), torch.tensor(9.0)), twin)
-    assert same("others", wider, twin, twin)
-    assert len(records) == 1 and "some of 32 by 16" in records[0]
-    # What the bits are compared with.
-    many_rows._fits = lambda *_: True
-    seen = []
-    many_rows._has_cublas_bits = lambda what, weight, *forms: seen.append([f() for f in forms])
-    many_rows.fits_swiglu(x, *torch.randn(2, 16, 16))
-    many_rows.fits_add(torch.randn(4, 16), x, weight)
-    for computed, expected in seen:
-        torch.testing.assert_close(computed, expected, rtol=1e-5, atol=1e-5)
-    assert len(seen) == 2
+        assert not same(x, *torch.randn(2, 32, 16))
+    assert len(records) == 1 and "products of 32 by 16" in records[0]
 
 
 def few_row_products() -> None:
