@@ -52,7 +52,8 @@ def _load_filled(key_ptr, value_ptr, offset, at, inside, KV_HEADS: tl.constexpr,
     return keys, values
 
 
-@triton.jit
+# Contexts of all lengths share one compiled kernel.
+@triton.jit(do_not_specialize=["max_splits"])
 def _few_queries_kernel(
     q_ptr,
     key_ptr,
