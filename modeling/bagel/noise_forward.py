@@ -34,9 +34,8 @@ class NoiseForward:
     ):
         self.branches = branches
         self._model = branches[0].model
-        self._rows = [tuple(each.rows) for each in branches] if rows is None else list(rows)
         is_joint = len(branches) > 1
-        pairs = list(zip(branches, self._rows, strict=True))
+        pairs = list(zip(branches, rows or [tuple(each.rows) for each in branches], strict=True))
         plans = [contexts.plan_noise(grid, some, is_joint) for contexts, some in pairs]
         device, side = branches[0].device, self._model.config.max_latent_size
         self._position_ids = position_ids(grid, side).repeat(branches[0].cache.num_rows).to(device)

@@ -28,7 +28,7 @@ def static_forwards(capture: GraphCapture) -> MakeForwards:
 
 
 class StaticForwards:
-    """The forwards of one flow: one for guided steps or one for each branch, one for the others."""
+    """The forwards of one flow: one for each set of samples, of all branches of a step or of one."""
 
     def __init__(self, capture: GraphCapture, branches: FlowBranches, grid: ImageSize):
         self._capture = capture
@@ -53,10 +53,12 @@ class StaticForwards:
     def _rows(self, name: str, step: FlowStep) -> Rows:
         """The contexts of a branch that a step goes through."""
         contexts = self._branches[name]
-        wanted = tuple(contexts.rows) if step.wanted is None else step.wanted
-        if not self._may_choose:
-            return tuple(contexts.rows)
-        return (0,) if wanted and step.is_start and contexts.cache.is_uniform else wanted
+        if not self._may_choose or step.wanted is None:
+            rows = tuple(contexts.rows)
+        else:
+            rows = step.wanted
+        is_one = self._may_choose and step.is_start and contexts.cache.is_uniform
+        return (0,) if rows and is_one else rows
 
     def _forward(self, group: Group) -> "StaticVelocity":
         if group not in self._forwards:
