@@ -28,7 +28,7 @@ def static_forwards(capture: GraphCapture) -> MakeForwards:
 
 
 class StaticForwards:
-    """The forwards of one flow: one for each set of samples, of all branches of a step or of one."""
+    """The forwards of one flow: one for each set of samples, of all branches or of one."""
 
     def __init__(self, capture: GraphCapture, branches: FlowBranches, grid: ImageSize):
         self._capture = capture
