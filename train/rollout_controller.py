@@ -123,7 +123,7 @@ class RolloutController:
         rows, noise = len(prompts), self._room_for_noise(grid)
         with self._thinking_contexts(rows, sum(room) + noise) as cond:
             with self.timer.phase("prefill"):
-                prefix, text = self.empty_contexts(1, sum(room)), None
+                prefix, text = self.empty_contexts(1, sum(room[:2])), None
                 if stage.think:
                     prefix.add_text([system])
                 if stage.flow.guidance.text_scale > 1:
@@ -155,7 +155,9 @@ class RolloutController:
         branches = self._edit_contexts(conditions, operations, grid)
         declined = [i for i, operation in enumerate(operations) if says_no_edit(operation)]
         flow = self._flow(branches, stage, draws, grid, declined)
-        pictures = self.decode_pictures(flow.latents, grid)
+        # As one batch if at all: convolutions of fewer pictures may round differently.
+        is_any_edited = len(declined) < len(images)
+        pictures = self.decode_pictures(flow.latents, grid) if is_any_edited else images
         samples = []
         for thought, operation, picture, original in zip(
             thoughts, operations, pictures, images, strict=True

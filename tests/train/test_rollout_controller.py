@@ -219,6 +219,16 @@ def test_declining_to_edit_returns_the_input_picture(thoughts):
 
 
 @torch.no_grad()
+def test_nothing_is_decoded_where_all_decline(thoughts, monkeypatch):
+    thoughts("<think> a </think> No further edit needed.", "no thought at all")
+    original, rolled = picture(), controller()
+    monkeypatch.setattr(rolled.autoencoder, "decode", None)  # a call would raise
+    samples, flow, _ = rolled.refine([prompt("a cat")] * 2, [original] * 2, draws())
+    assert [s.picture for s in samples] == [original] * 2
+    assert flow.stochastic is not None
+
+
+@torch.no_grad()
 def test_refine_follows_the_size_of_its_picture(thoughts):
     thoughts("<think> a </think> edit red")
     wide = picture(width=64, height=32)
