@@ -114,14 +114,12 @@ class KvCache:
                     f"cache row {row} holds {start} of {self.capacity} positions, "
                     f"{length} more do not fit"
                 )
-        places = [
-            row * self.capacity + start + i
-            for row, start, length in zip(rows, starts, lengths, strict=True)
-            for i in range(length)
-        ]
+        firsts = [row * self.capacity + start for row, start in zip(rows, starts, strict=True)]
+        spans = zip(firsts, lengths, strict=True)
+        places = torch.cat([torch.arange(first, first + length) for first, length in spans])
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
         used = torch.tensor(ends, dtype=torch.int32, device=self.device)
-        targets = torch.tensor(places, device=self.device)
+        targets = places.to(self.device)
         if experts is not None:
             targets = experts.to_expert(targets)
         counts = runs or [lengths]

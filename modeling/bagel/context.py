@@ -213,9 +213,9 @@ class Contexts:
         markers, patches, start = [], [], 0
         for length in lengths:
             markers += [start, start + length - 1]
-            patches += range(start + 1, start + length - 1)
+            patches.append(torch.arange(start + 1, start + length - 1))
             start += length
-        und, gen = torch.tensor(markers), torch.tensor(patches)
+        und, gen = torch.tensor(markers), torch.cat(patches)
         experts = ExpertOrder.from_positions(und.to(self.device), gen.to(self.device))
         # On a CPU the whole segment attends at once: recorded runs hold the bits of that.
         by_expert = by_expert or self.device.type == "cuda"
