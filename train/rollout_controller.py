@@ -120,7 +120,7 @@ class RolloutController:
         system = self.tokenizer.encode(GENERATE_SYSTEM)
         requests = [self.tokenizer.encode(prompt.prompt) for prompt in prompts]
         room = [len(system) + 2, max(map(len, requests)) + 2, stage.max_tokens + 1]
-        rows, noise = len(prompts), self._room_for_noise(grid)
+        rows, noise, is_shared = len(prompts), self._room_for_noise(grid), _all_equal(requests)
         with self._thinking_contexts(rows, sum(room) + noise) as cond:
             with self.timer.phase("prefill"):
                 prefix, text = self.empty_contexts(1, sum(room[:2])), None
@@ -129,10 +129,10 @@ class RolloutController:
                 if stage.flow.guidance.text_scale > 1:
                     text = self.empty_contexts(rows, room[0] + noise)
                     text.cache.copy_rows(prefix.cache)
-                if _all_equal(requests):
+                if is_shared:
                     prefix.add_text(requests[:1])
                 cond.cache.copy_rows(prefix.cache)
-                if not _all_equal(requests):
+                if not is_shared:
                     cond.add_text(requests)
             thoughts = self._think(cond, stage, draws)
             flow = self._flow(FlowBranches(cond, text), stage, draws, grid)

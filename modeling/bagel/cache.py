@@ -101,8 +101,8 @@ class KvCache:
             experts: the order in which tokens will come; None for document order.
             runs: tokens of each row in each expert's run, for attention run by run: what is not
                 causal may. Without it all tokens attend together, in document order.
-            of_rows: how many rows the eager path would append to at once, each with as many
-                tokens, where these are only some of them; None if they are all.
+            of_rows: how many rows the eager path would append to at once, where these may be
+                some of them, each with as many tokens; None if they are all.
 
         Raises:
             ValueError: a row would grow past the capacity.
@@ -116,10 +116,10 @@ class KvCache:
                 )
         firsts = [row * self.capacity + start for row, start in zip(rows, starts, strict=True)]
         spans = zip(firsts, lengths, strict=True)
-        places = torch.cat([torch.arange(first, first + length) for first, length in spans])
+        targets = torch.cat([torch.arange(first, first + length) for first, length in spans])
+        targets = targets.to(self.device)
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
         used = torch.tensor(ends, dtype=torch.int32, device=self.device)
-        targets = places.to(self.device)
         if experts is not None:
             targets = experts.to_expert(targets)
         counts = runs or [lengths]
@@ -128,7 +128,7 @@ class KvCache:
                 self,
                 part,
                 cache_read(rows, count, used, self.capacity, causal),
-                sum(count) if of_rows is None else count[0] * of_rows,
+                sum(count) * (of_rows or len(rows)) // len(rows),
             )
             for part, count in zip(targets.split(list(map(sum, counts))), counts, strict=True)
         ]

@@ -238,7 +238,7 @@ class Contexts:
                 False,
                 experts if is_gen else None,
                 runs,
-                self.cache.num_rows if len(rows) < self.cache.num_rows else None,
+                of_rows=self.cache.num_rows,
             ),
             lengths=lengths,
         )

@@ -14,7 +14,6 @@ from modeling.bagel.bagel import Wanted
 from modeling.bagel.cache import CacheAppend
 from modeling.bagel.config import ImageSize
 from modeling.bagel.context import INVARIANT_ROWS, NUM_MARKERS, Contexts
-from modeling.bagel.images import position_ids
 from modeling.bagel.qwen2_navit import ExpertOrder
 
 Rows = tuple[int, ...]
@@ -37,8 +36,8 @@ class NoiseForward:
         is_joint = len(branches) > 1
         pairs = list(zip(branches, rows or [tuple(each.rows) for each in branches], strict=True))
         plans = [contexts.plan_noise(grid, some, is_joint) for contexts, some in pairs]
-        device, side = branches[0].device, self._model.config.max_latent_size
-        self._position_ids = position_ids(grid, side).repeat(branches[0].cache.num_rows).to(device)
+        of_picture = plans[0].position_ids[: grid.height * grid.width]
+        self._position_ids = of_picture.repeat(branches[0].cache.num_rows)
         self._picks = [_Pick.of(contexts, some) for contexts, some in pairs]
         self._marker_ids = torch.cat([plan.marker_ids for plan in plans])
         self._experts, self._rope_ids = plans[0].experts, plans[0].rope_ids

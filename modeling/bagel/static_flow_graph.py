@@ -53,12 +53,11 @@ class StaticForwards:
     def _rows(self, name: str, step: FlowStep) -> Rows:
         """The contexts of a branch that a step goes through."""
         contexts = self._branches[name]
-        if not self._may_choose or step.wanted is None:
-            rows = tuple(contexts.rows)
-        else:
-            rows = step.wanted
-        is_one = self._may_choose and step.is_start and contexts.cache.is_uniform
-        return (0,) if rows and is_one else rows
+        every = tuple(contexts.rows)
+        if not self._may_choose:
+            return every
+        wanted = every if step.wanted is None else step.wanted
+        return (0,) if wanted and step.is_start and contexts.cache.is_uniform else wanted
 
     def _forward(self, group: Group) -> "StaticVelocity":
         if group not in self._forwards:
