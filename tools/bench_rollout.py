@@ -154,7 +154,7 @@ def build(num_layers: int, modes: list[str], samples: int = SAMPLES) -> Bench:
     for mode in modes:
         switches = read_switches({"R3_EXECUTION": mode})
         execution = build_execution(switches, config.llm, device, torch.bfloat16)
-        timer = PhaseTimer(synchronize=True)
+        timer = PhaseTimer(on_device=True)
         controllers[mode] = EditingController(
             model, autoencoder, tokenizer, rolls, UPSTREAM, timer, execution=execution
         )

@@ -97,19 +97,22 @@ def read_metrics(run_dir: Path) -> list[dict[str, Value]]:
 
 
 class PhaseTimer:
-    """Wall seconds by phase: `with timer.phase("decode"): ...`.
+    """Seconds by phase: `with timer.phase("decode"): ...`.
 
     A phase inside another is named by its path ("rollout/decode"), and the outer one's time
-    contains the inner one's. A phase entered again adds up. With `synchronize`, CUDA is waited
-    for on both ends; without, only host time is measured. `on_enter` is told each phase's path.
+    contains the inner one's. A phase entered again adds up. With `on_device` a phase lasts from
+    where the GPU's current stream meets its beginning to where it meets its end, and nothing
+    waits for the GPU before the seconds are asked for; without, host time is measured. `on_enter`
+    is told each phase's path.
     """
 
     def __init__(
-        self, synchronize: bool = False, on_enter: Callable[[str], None] | None = None
+        self, on_device: bool = False, on_enter: Callable[[str], None] | None = None
     ) -> None:
-        self._synchronize = synchronize and torch.cuda.is_available()
+        self._on_device = on_device
         self._on_enter = on_enter
         self._open: list[str] = []
+        self._ended: list[tuple[str, Mark, Mark]] = []
         self._seconds: dict[str, float] = {}
 
     @contextmanager
@@ -120,29 +123,46 @@ class PhaseTimer:
         self._seconds.setdefault(path, 0.0)  # outer phases are listed before inner ones
         if self._on_enter is not None:
             self._on_enter(path)
-        start = self._now()
+        start = self._mark()
         try:
             yield
         finally:
             self._open.pop()
-            self._seconds[path] = self._seconds.get(path, 0.0) + self._now() - start
+            self._ended.append((path, start, self._mark()))
 
     def seconds(self) -> dict[str, float]:
         """Seconds since the last reset by phase path, in the order first entered."""
+        for path, start, end in self._ended:
+            self._seconds[path] = self._seconds.get(path, 0.0) + _between(start, end)
+        self._ended.clear()
         return dict(self._seconds)
 
     def metrics(self) -> dict[str, float]:
         """The same under metric names: `time/<phase path>`."""
-        return {f"time/{path}": seconds for path, seconds in self._seconds.items()}
+        return {f"time/{path}": seconds for path, seconds in self.seconds().items()}
 
     def reset(self) -> None:
         """Forget all phases; one that is still open counts from its own start when it ends."""
+        self._ended.clear()
         self._seconds.clear()
 
-    def _now(self) -> float:
-        if self._synchronize:
-            torch.cuda.synchronize()
-        return time.perf_counter()
+    def _mark(self) -> "Mark":
+        if not self._on_device:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+Mark = float | torch.cuda.Event
+
+
+def _between(start: Mark, end: Mark) -> float:
+    """Seconds between two marks of one timer; waits until the GPU has met both."""
+    if isinstance(end, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
 
 
 def percentile(values: Sequence[float] | torch.Tensor, percent: float) -> float:

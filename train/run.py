@@ -34,7 +34,7 @@ class Run:
         self.context = context
         self.run_dir = config.paths.run_dir
         self.progress: Progress | None = None
-        timer = PhaseTimer(context.device.type == "cuda", on_enter=self._show_phase)
+        timer = PhaseTimer(on_device=context.device.type == "cuda", on_enter=self._show_phase)
         rewards = make_reward_client(config.rewards.client_config(), context.rank)
         self.parts = assemble(config, context, rewards, timer)
         self.stop = StopRequest()

@@ -103,6 +103,8 @@ class Trainer:
         if rollout.stage is Stage.GENERATE:
             self.fill_buffer(rollout, rewards)
         optimizer = self.parts.optimizer
+        # Asked for first: it waits for the GPU, and so the step's seconds hold all of its work.
+        phase_seconds = self.timer.metrics()
         return StepReport(
             step=step,
             rollout=rollout,
@@ -115,7 +117,7 @@ class Trainer:
             next_learning_rate=optimizer.learning_rate(step + 1),
             num_tokens=scored.num_tokens,
             seconds=time.perf_counter() - start,
-            phase_seconds=self.timer.metrics(),
+            phase_seconds=phase_seconds,
             graph_counters=self.parts.controller.execution.counters(),
         )
 

@@ -202,14 +202,38 @@ def test_phase_timer_adds_up_and_nests(monkeypatch):
     assert timer.seconds() == {"pack": 1.0}
 
 
-@pytest.mark.parametrize(("asked", "count"), [(True, 2), (False, 0)])
-def test_phase_timer_waits_for_cuda_only_when_asked(monkeypatch, asked, count):
-    calls = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append(1))
-    with PhaseTimer(synchronize=asked).phase("x"):
-        pass
-    assert len(calls) == count
+class FakeEvent:
+    """A CUDA event on a stream that lags behind the host, and is waited for in the end."""
+
+    recorded: list["FakeEvent"] = []
+    waited = False
+
+    def __init__(self, enable_timing: bool):
+        assert enable_timing
+
+    def record(self) -> None:
+        self.milliseconds = 100.0 * len(self.recorded)
+        self.recorded.append(self)
+
+    def synchronize(self) -> None:
+        FakeEvent.waited = True
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        assert self.waited
+        return end.milliseconds - self.milliseconds
+
+
+def test_phase_timer_on_a_gpu_waits_only_when_asked_for_seconds(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    timer = PhaseTimer(on_device=True)
+    for _ in range(2):
+        with timer.phase("rollout"), timer.phase("decode"):
+            pass
+    assert not FakeEvent.waited
+    assert timer.seconds() == pytest.approx({"rollout": 0.6, "rollout/decode": 0.2})
+    assert timer.seconds() == timer.seconds()
+    timer.reset()
+    assert timer.seconds() == {}
 
 
 def test_percentile_agrees_with_numpy():
