@@ -309,7 +309,7 @@ class _Part:
         return tuple(results)
 
     def _swiglu(self, gate: torch.nn.Linear, up: torch.nn.Linear) -> Tensor:
-        if many_rows.fits(self.normed, gate.weight, up.weight):
+        if many_rows.fits_swiglu(self.normed, gate.weight, up.weight):
             return many_rows.swiglu(self.normed, gate.weight, up.weight)
         return silu_mul(*self._project([gate, up]))
 
