@@ -159,6 +159,18 @@ def stack() -> None:
     check_stack(FusedStack(side_by_side=False))
 
 
+def many_row_stack() -> None:
+    """All products in the kernels of many rows, but for those that are too narrow."""
+    many_rows._fits = lambda *_: True
+    many_rows.MIN_OUTS = 256  # k and v have 128
+    many_rows._has_cublas_bits = lambda *_: True
+    counts = dict.fromkeys(("linear", "swiglu"), 0)
+    for name in counts:
+        setattr(many_rows, name, counted(name, getattr(many_rows, name), counts))
+    check_stack(FusedStack(side_by_side=False))
+    assert counts["linear"] >= counts["swiglu"] * 3 > 0, counts  # q, o, down
+
+
 def fast_stack() -> None:
     few_rows.fits = lambda num_rows, weight: 0 < num_rows <= few_rows.MAX_ROWS  # fp32 too
     counts = dict.fromkeys(("add_product", "project_heads", "swiglu"), 0)
@@ -318,7 +330,7 @@ def joint_stack(grades: tuple[bool, ...] = (False, True)) -> None:
             torch.cat([pair[i][part] for part in (slice(0, 2), slice(2, 4)) for pair in alone])
             for i in (0, 1)
         )
-        for part_rows in (4096, 3):  # the gen rows of both in one part, or apart
+        for part_rows in (16384, 3):  # the gen rows of both in one part, or apart
             fused_flow.PART_ROWS = part_rows
             out = stack.run(decoder, x.clone(), joint, rotary, CacheAppend(*runs))
             torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
@@ -566,6 +578,7 @@ if __name__ == "__main__":
         swiglu,
         heads,
         stack,
+        many_row_stack,
         fast_stack,
         ordered_stack,
         joint_stack,

@@ -23,6 +23,7 @@ CHECKS = (
     "swiglu",
     "heads",
     "stack",
+    "many_row_stack",
     "joint_stack",
     "joined_bits",
     "fast_stack",
