@@ -48,9 +48,9 @@ def unsupported(config: LlmConfig, dtype: torch.dtype) -> str | None:
 class FusedStack:
     """Runs all layers over new tokens. Use under no_grad, on resident bf16 weights.
 
-    `side_by_side` runs what is small on streams of its own, inside a graph capture only, where
-    the graph keeps memory apart: the few und rows of an image segment beside its gen rows, and
-    small projections that are left to cuBLAS beside each other.
+    `side_by_side` runs what is small on streams of its own: the few und rows of an image segment
+    beside its gen rows, and, inside a graph capture only, small projections that are left to
+    cuBLAS beside each other.
     """
 
     def __init__(self, side_by_side: bool, is_fast: bool = False):
@@ -74,12 +74,12 @@ class FusedStack:
         und_spans, gen_spans = _spans(append, experts)
         und = self._und_parts(shared, und_spans)
         gen = [self._part(shared, GEN, group) for group in _groups(gen_spans)]
-        streams = self._streams if torch.cuda.is_current_stream_capturing() else []
         side = None
-        if streams and all(part.x.shape[0] <= SIDE_BY_SIDE_ROWS for part in und):
-            side = streams[0] if gen else None
-            for part in und:
-                part.streams = streams[1:]
+        if self._streams and all(part.x.shape[0] <= SIDE_BY_SIDE_ROWS for part in und):
+            side = self._streams[0] if und and gen else None
+            if torch.cuda.is_current_stream_capturing():
+                for part in und:
+                    part.streams = self._streams[1:]
         layers = list(decoder.layers)
         _each(und, gen, lambda part: part.start(layers[0]), side)
         for index, layer in enumerate(layers):
@@ -184,7 +184,11 @@ def _product(x: Tensor, linear: torch.nn.Linear) -> Tensor:
 def _each(
     und: list["_Part"], gen: list["_Part"], work: Callable, side: torch.cuda.Stream | None
 ) -> None:
-    """Does `work` for each part; for the und parts on the side stream if there is one."""
+    """Does `work` for each part; for the und parts on the side stream if there is one.
+
+    What both streams read or write was made before they part, and outlives their joining: caches,
+    weights and what a `_Pass` holds. What an und part makes for itself stays on the side stream.
+    """
     if side is None:
         for part in und + gen:
             work(part)

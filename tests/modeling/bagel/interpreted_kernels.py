@@ -2,7 +2,8 @@
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -30,7 +31,7 @@ from modeling.bagel.fused_ops import (
 )
 from modeling.bagel.fused_sampling import draw_tokens
 from modeling.bagel.layers import RMSNorm, rotary_table
-from modeling.bagel.qwen2_navit import Attention, Decoder, ExpertOrder, QkRounding
+from modeling.bagel.qwen2_navit import GEN, Attention, Decoder, ExpertOrder, QkRounding
 from modeling.bagel.sampling import SamplingConfig, sample_tokens
 
 EPS, NAN = 1e-6, float("nan")
@@ -169,6 +170,45 @@ def many_row_stack() -> None:
         setattr(many_rows, name, counted(name, getattr(many_rows, name), counts))
     check_stack(FusedStack(side_by_side=False))
     assert counts["linear"] >= counts["swiglu"] * 3 > 0, counts  # q, o, down
+
+
+class FakeStream:
+    """Stands for one of torch.cuda's streams; notes whom it waits for."""
+
+    def __init__(self, name: str, waits: list[tuple[str, str]]):
+        self.name = name
+        self.waits = waits
+
+    def wait_stream(self, other: "FakeStream") -> None:
+        self.waits.append((self.name, other.name))
+
+
+def side_stack() -> None:
+    """Und rows beside gen rows: on the side stream from start to end, which is joined each time."""
+    waits: list[tuple[str, str]] = []
+    current = [FakeStream("main", waits)]
+
+    @contextmanager
+    def use(stream: FakeStream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    torch.cuda.stream, torch.cuda.current_stream = use, lambda: current[-1]
+    stack = FusedStack(side_by_side=False)
+    stack._streams = [FakeStream("side", waits)]
+    seen: set[tuple[str, str]] = set()
+    finish = fused_flow._Part.finish
+
+    def record(self: fused_flow._Part, *args: object, **given: object) -> None:
+        seen.add((current[-1].name, self.suffix))
+        finish(self, *args, **given)
+
+    fused_flow._Part.finish = record
+    check_stack(stack)
+    # Und rows alone stay on the main stream.
+    assert seen == {("main", GEN), ("side", ""), ("main", "")}
+    assert waits and waits == [("side", "main"), ("main", "side")] * (len(waits) // 2)
 
 
 def fast_stack() -> None:
@@ -579,6 +619,7 @@ if __name__ == "__main__":
         heads,
         stack,
         many_row_stack,
+        side_stack,
         fast_stack,
         ordered_stack,
         joint_stack,

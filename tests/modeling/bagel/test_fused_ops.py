@@ -24,6 +24,7 @@ CHECKS = (
     "heads",
     "stack",
     "many_row_stack",
+    "side_stack",
     "joint_stack",
     "joined_bits",
     "fast_stack",
