@@ -133,7 +133,7 @@ def gated_case(rows: int, distribution: str, is_up_first: bool) -> Case:
     x = draw((rows, HIDDEN), distribution, rows)
     weights = torch.stack([draw((MLP, HIDDEN), "normal", i) for i in (6, 7)]) * 0.02
     gate, up = weights.flip(0) if is_up_first else weights
-    assert many_rows.fits(x, gate, up)
+    assert many_rows.fits_swiglu(x, gate, up)
 
     def run() -> list[Tensor]:
         poisoned(rows, MLP)  # freed at once: the result takes its memory
@@ -145,6 +145,24 @@ def gated_case(rows: int, distribution: str, is_up_first: bool) -> Case:
         lambda: [F.silu(x @ gate.t()) * (x @ up.t())],
         2 * weights.nbytes,
     )
+
+
+def linear_cases(rows: int, distribution: str) -> Iterator[Case]:
+    """Plain products of many rows against cuBLAS: o, q with its bias, down. On Hopper GPUs only."""
+    for name, inner, has_bias in (("o", HIDDEN, False), ("q", HIDDEN, True), ("down", MLP, False)):
+        x = draw((rows, inner), distribution, rows)
+        linear = linear_module(HIDDEN, inner, 8, has_bias)
+
+        def run(x: Tensor = x, linear: nn.Linear = linear) -> list[Tensor]:
+            poisoned(rows, HIDDEN)  # freed at once: the result takes its memory
+            return [many_rows.linear(x, linear.weight, linear.bias)]
+
+        yield Case(
+            f"many_rows.linear {rows} {distribution} {name}",
+            run,
+            partial(lambda x, linear: [linear(x)], x, linear),
+            x.nbytes + linear.weight.nbytes + 2 * rows * HIDDEN,
+        )
 
 
 def qk_case(rows: int, distribution: str, early: bool) -> Case:
@@ -324,6 +342,7 @@ def cases(rows: tuple[int, ...], distributions: tuple[str, ...]) -> Iterator[Cas
                 yield from ordered_cases(count, distribution)
             if is_many:
                 yield gated_case(count, distribution, is_up_first=False)
+                yield from linear_cases(count, distribution)
         if is_many:
             yield gated_case(count, "normal", is_up_first=True)
         yield norm_case(count, "normal", strided=True)

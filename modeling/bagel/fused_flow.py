@@ -27,9 +27,9 @@ from modeling.bagel.qwen2_navit import GEN, Decoder, DecoderLayer, ExpertOrder, 
 
 SIDE_BY_SIDE_ROWS = 64
 """Up to so many rows a projection is too small to fill the GPU alone."""
-PART_ROWS = 4096
-"""Rows of several spans that go through products together. Beyond, products are full without
-company, and rows that no longer fit into the second-level cache cost time."""
+PART_ROWS = 16384
+"""Rows of several spans that go through products together: the more, the fuller the waves of tiles.
+Three branches of 4,096 tokens fit; the limit is for the memory that the MLP's rows take."""
 Span = tuple[slice, CacheRun]
 """Rows of a pass, and the run of the append that they are."""
 
@@ -48,9 +48,9 @@ def unsupported(config: LlmConfig, dtype: torch.dtype) -> str | None:
 class FusedStack:
     """Runs all layers over new tokens. Use under no_grad, on resident bf16 weights.
 
-    `side_by_side` runs what is small on streams of its own, inside a graph capture only, where
-    the graph keeps memory apart: the few und rows of an image segment beside its gen rows, and
-    small projections that are left to cuBLAS beside each other.
+    `side_by_side` runs what is small on streams of its own: the few und rows of an image segment
+    beside its gen rows, and, inside a graph capture only, small projections that are left to
+    cuBLAS beside each other.
     """
 
     def __init__(self, side_by_side: bool, is_fast: bool = False):
@@ -74,12 +74,12 @@ class FusedStack:
         und_spans, gen_spans = _spans(append, experts)
         und = self._und_parts(shared, und_spans)
         gen = [self._part(shared, GEN, group) for group in _groups(gen_spans)]
-        streams = self._streams if torch.cuda.is_current_stream_capturing() else []
         side = None
-        if streams and all(part.x.shape[0] <= SIDE_BY_SIDE_ROWS for part in und):
-            side = streams[0] if gen else None
-            for part in und:
-                part.streams = streams[1:]
+        if self._streams and all(part.x.shape[0] <= SIDE_BY_SIDE_ROWS for part in und):
+            side = self._streams[0] if und and gen else None
+            if torch.cuda.is_current_stream_capturing():
+                for part in und:
+                    part.streams = self._streams[1:]
         layers = list(decoder.layers)
         _each(und, gen, lambda part: part.start(layers[0]), side)
         for index, layer in enumerate(layers):
@@ -174,10 +174,21 @@ def _groups(spans: list[Span]) -> list[list[Span]]:
     return groups
 
 
+def _product(x: Tensor, linear: torch.nn.Linear) -> Tensor:
+    """A linear layer on x [M, K]: [M, N], the bits of cuBLAS."""
+    if many_rows.fits_linear(x, linear.weight, linear.bias):
+        return many_rows.linear(x, linear.weight, linear.bias)
+    return linear(x)
+
+
 def _each(
     und: list["_Part"], gen: list["_Part"], work: Callable, side: torch.cuda.Stream | None
 ) -> None:
-    """Does `work` for each part; for the und parts on the side stream if there is one."""
+    """Does `work` for each part; for the und parts on the side stream if there is one.
+
+    What both streams read or write was made before they part, and outlives their joining: caches,
+    weights and what a `_Pass` holds. What an und part makes for itself stays on the side stream.
+    """
     if side is None:
         for part in und + gen:
             work(part)
@@ -279,7 +290,7 @@ class _Part:
 
     def _add_product(self, inner: Tensor, linear: torch.nn.Linear, norm_weight: Tensor) -> None:
         """Adds a product to the rows and normalises the sum."""
-        self._add_and_norm(linear(inner), norm_weight)
+        self._add_and_norm(_product(inner, linear), norm_weight)
 
     def _add_and_norm(self, delta: Tensor, norm_weight: Tensor) -> None:
         norm = (norm_weight, self.shared.eps)
@@ -297,19 +308,19 @@ class _Part:
         main = torch.cuda.current_stream() if streams else None
         for stream in streams:
             stream.wait_stream(main)
-        results = [linears[0](x)]
+        results = [_product(x, linears[0])]
         for i, linear in enumerate(linears[1:]):
             if streams:
                 with torch.cuda.stream(streams[i]):
-                    results.append(linear(x))
+                    results.append(_product(x, linear))
             else:
-                results.append(linear(x))
+                results.append(_product(x, linear))
         for stream in streams:
             main.wait_stream(stream)
         return tuple(results)
 
     def _swiglu(self, gate: torch.nn.Linear, up: torch.nn.Linear) -> Tensor:
-        if many_rows.fits(self.normed, gate.weight, up.weight):
+        if many_rows.fits_swiglu(self.normed, gate.weight, up.weight):
             return many_rows.swiglu(self.normed, gate.weight, up.weight)
         return silu_mul(*self._project([gate, up]))
 

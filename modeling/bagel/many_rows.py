@@ -1,14 +1,16 @@
-"""The gate and up products of many rows in one Triton kernel, with SwiGLU in its epilogue.
+"""Products of many rows in Triton: gate and up with SwiGLU, and plain ones in whole waves of tiles.
 
 Every output is summed over the inner dimension in order, in one fp32 accumulator of the tensor
-core, as cuBLAS sums it on Hopper where there are many rows; so the bits are those of two products
-and `fused_ops.silu_mul` behind them, which is checked once for each pair of sizes. Gate and up
-never reach memory, and one read of the rows serves both.
+core, as cuBLAS sums it on Hopper where there are many rows; so the bits are those of cuBLAS, and
+of `fused_ops.silu_mul` behind it, which is checked once for each size. Gate and up never reach
+memory, and one read of the rows serves both. A plain product leaves fewer multiprocessors idle at
+its end than that of cuBLAS.
 
-Shape letters: M rows, K inner, N width of the MLP.
+Shape letters: M rows, K inner, N outputs.
 """
 
 import logging
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -22,14 +24,36 @@ from modeling.bagel.fused_ops import EXACT, is_hopper, silu_mul, silu_times
 from modeling.bagel.layers import is_capturing
 
 ROW_BLOCK, OUT_BLOCK, INNER_BLOCK = 128, 128, 64
-STAGES = 3
+"""A tile has ROW_BLOCK rows and twice OUT_BLOCK outputs, which end one half after the other."""
+TAIL_BLOCK = 64
+"""Outputs of the tiles that the left-over ones are cut into."""
+STAGES, TAIL_STAGES = 3, 4
 GROUP = 16
 """Blocks of rows that go through the weights together: their tiles and those of the weights they
 meet at a time share the second-level cache about evenly."""
+MIN_OUTS = 1024
+"""Of a plain product. Narrower ones, of keys and values, have too few tiles for whole waves."""
+CHECKED_ROWS = 4096
+"""Rows of which the bits of gate and up are compared: their products take memory."""
 ALIGNMENT, MAX_STRIDE = 16, 2**40
 """Of addresses and strides of a tensor map, in bytes (CUDA driver API, tensor map objects)."""
 logger = logging.getLogger("faster_r3")
 _checked: dict[tuple, bool] = {}
+
+
+@triton.jit
+def _place(tile, down, across, GROUP: tl.constexpr):
+    """Row and column of a tile, down the rows of a group first."""
+    group = tile // (GROUP * across)
+    height = min(down - group * GROUP, GROUP)
+    place = tile % (GROUP * across)
+    return group * GROUP + place % height, place // height
+
+
+@triton.jit
+def _halves(acc, ROWS: tl.constexpr, OUTS: tl.constexpr):
+    """The left and the right half of [ROWS, 2 * OUTS]."""
+    return tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, OUTS)), (0, 2, 1)))
 
 
 @triton.jit
@@ -47,62 +71,154 @@ def _swiglu_kernel(
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Each program takes every so many tiles [ROWS, OUTS], down the rows of a group first."""
+    """Each program takes every so many tiles: OUTS gates beside the OUTS ups of the same places."""
     down, across = tl.cdiv(num_rows, ROWS), tl.cdiv(size, OUTS)
     for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0), flatten=True):
-        group = tile // (GROUP * across)
-        height = min(down - group * GROUP, GROUP)
-        place = tile % (GROUP * across)
-        row = (group * GROUP + place % height) * ROWS
-        first = place // height * OUTS
+        row, first = _place(tile, down, across, GROUP)
+        row, first = row * ROWS, first * OUTS
         acc = tl.zeros((ROWS, 2 * OUTS), tl.float32)
         for k in tl.range(0, inner, STEP, num_stages=STAGES):
             x = x_rows.load([row, k])
             both = tl.reshape(weight_rows.load([0, first, k]), (2 * OUTS, STEP))
             acc = tl.dot(x, both.T, acc)
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, OUTS)), (0, 2, 1)))
+        gate, up = _halves(acc, ROWS, OUTS)
         if IS_UP_FIRST:
             gate, up = up, gate
         dtype: tl.constexpr = out_rows.dtype
         out_rows.store([row, first], silu_times(gate.to(dtype), up.to(dtype)))
 
 
-def fits(x: Tensor, gate: Tensor, up: Tensor) -> bool:
-    """Whether the kernel takes rows [M, K] and two weights [N, K], and gives the bits of cuBLAS."""
-    tensors, distance = (x, gate, up), abs(up.data_ptr() - gate.data_ptr())
+@triton.jit
+def _store(acc, bias_ptr, out_rows, row, first, size, OUTS: tl.constexpr):
+    """Adds the bias to OUTS columns in fp32, and rounds."""
+    if bias_ptr is not None:
+        outs = first + tl.arange(0, OUTS)
+        bias = tl.load(bias_ptr + outs, mask=outs < size, other=0.0)
+        acc += bias.to(tl.float32)[None, :]
+    out_rows.store([row, first], acc.to(out_rows.dtype))
+
+
+@triton.jit
+def _linear_kernel(
+    x_rows,
+    weight_rows,
+    out_rows,
+    bias_ptr,
+    num_rows,
+    size,
+    inner,
+    num_main,
+    ROWS: tl.constexpr,
+    OUTS: tl.constexpr,
+    STEP: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Each program takes every so many of the first `num_main` tiles."""
+    down, across = tl.cdiv(num_rows, ROWS), tl.cdiv(size, 2 * OUTS)
+    for tile in tl.range(tl.program_id(0), num_main, tl.num_programs(0), flatten=True):
+        row, first = _place(tile, down, across, GROUP)
+        row, first = row * ROWS, first * (2 * OUTS)
+        acc = tl.zeros((ROWS, 2 * OUTS), tl.float32)
+        for k in tl.range(0, inner, STEP, num_stages=STAGES):
+            acc = tl.dot(x_rows.load([row, k]), weight_rows.load([first, k]).T, acc)
+        left, right = _halves(acc, ROWS, OUTS)
+        _store(left, bias_ptr, out_rows, row, first, size, OUTS)
+        _store(right, bias_ptr, out_rows, row, first + OUTS, size, OUTS)
+
+
+@triton.jit
+def _tail_kernel(
+    x_rows,
+    weight_rows,
+    out_rows,
+    bias_ptr,
+    num_rows,
+    size,
+    inner,
+    num_main,
+    ROWS: tl.constexpr,
+    OUTS: tl.constexpr,
+    TAIL: tl.constexpr,
+    STEP: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Each program takes TAIL columns of a tile behind the first `num_main`."""
+    down, across = tl.cdiv(num_rows, ROWS), tl.cdiv(size, 2 * OUTS)
+    cuts: tl.constexpr = 2 * OUTS // TAIL
+    row, first = _place(num_main + tl.program_id(0) // cuts, down, across, GROUP)
+    row, first = row * ROWS, first * (2 * OUTS) + tl.program_id(0) % cuts * TAIL
+    acc = tl.zeros((ROWS, TAIL), tl.float32)
+    for k in tl.range(0, inner, STEP, num_stages=STAGES):
+        acc = tl.dot(x_rows.load([row, k]), weight_rows.load([first, k]).T, acc)
+    _store(acc, bias_ptr, out_rows, row, first, size, TAIL)
+
+
+def fits_swiglu(x: Tensor, gate: Tensor, up: Tensor) -> bool:
+    """Whether `swiglu` takes rows [M, K] and two weights [N, K], and gives the bits of cuBLAS."""
+    if not _fits(x, gate, up) or not 0 < abs(up.data_ptr() - gate.data_ptr()) < MAX_STRIDE:
+        return False
+    some = x[:CHECKED_ROWS]
+    return _has_cublas_bits(
+        ("gate and up products", x.device, *gate.shape),
+        lambda: swiglu(some, gate, up),
+        lambda: silu_mul(F.linear(some, gate), F.linear(some, up)),
+    )
+
+
+def fits_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """As `fits_swiglu`, for `linear`: rows [M, K], a weight [N, K] and a bias [N] or none."""
+    if weight.shape[0] < MIN_OUTS or not _fits(x, weight, *([] if bias is None else [bias])):
+        return False
+    # The rows that came may be work of one kernel only: the other one is compared when it is used.
+    kernels = [count > 0 for count in _share_tiles(x.shape[0], weight.shape[0], x.device)]
+    return _has_cublas_bits(
+        ("products", x.device, *weight.shape, bias is not None, *kernels),
+        lambda: linear(x, weight, bias),
+        lambda: F.linear(x, weight, bias),
+    )
+
+
+def _fits(x: Tensor, weight: Tensor, *others: Tensor) -> bool:
+    """Whether there are many rows, and tensors that tensor maps can describe."""
+    tensors = (x, weight, *others)
     return (
         x.shape[0] >= INVARIANT_ROWS
         and x.is_cuda
         and is_hopper(x.device)
         and all(each.dtype == torch.bfloat16 and each.is_contiguous() for each in tensors)
         and all(each.data_ptr() % ALIGNMENT == 0 for each in tensors)
-        and all(size * x.element_size() % ALIGNMENT == 0 for size in gate.shape)
-        and 0 < distance < MAX_STRIDE
-        and _has_cublas_bits(x, gate, up)
+        and all(size * x.element_size() % ALIGNMENT == 0 for size in weight.shape)
     )
 
 
-def _has_cublas_bits(x: Tensor, gate: Tensor, up: Tensor) -> bool:
-    """Whether the first rows that came for these sizes had the bits of cuBLAS.
+def _has_cublas_bits(
+    key: tuple, compute: Callable[[], Tensor], twin: Callable[[], Tensor]
+) -> bool:
+    """Whether the first rows that came for a key had the bits of cuBLAS.
 
     Which kernels cuBLAS takes is not promised, so another version may sum otherwise. Rows that
     come inside a graph capture before all others cannot be compared, and are not taken.
+
+    Args:
+        key: what is computed, the device, N and K, and whatever else makes a difference.
+        compute, twin: the product here and that of cuBLAS.
     """
-    sizes = (x.device, *gate.shape)
-    if sizes not in _checked:
-        if is_capturing(x.device):
+    if key not in _checked:
+        what, device, size, inner = key[:4]
+        if is_capturing(device):
             return False
-        expected = silu_mul(F.linear(x, gate), F.linear(x, up))
-        same = torch.equal(swiglu(x, gate, up).view(torch.int16), expected.view(torch.int16))
-        _checked[sizes] = same
-        if not same:
+        _checked[key] = torch.equal(compute().view(torch.int16), twin().view(torch.int16))
+        if not _checked[key]:
             logger.warning(
-                "gate and up products of %d by %d have other bits than cuBLAS gives on %s: "
-                "left to cuBLAS",
-                *gate.shape,
-                x.device,
+                "%s of %d by %d have other bits than cuBLAS gives on %s: left to cuBLAS",
+                what,
+                size,
+                inner,
+                device,
             )
-    return _checked[sizes]
+    return _checked[key]
 
 
 def _num_programs(device: torch.device) -> int:
@@ -116,11 +232,11 @@ def swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     """silu(x gate^T) * (x up^T): [M, N], rounded where the eager path rounds.
 
     Args:
-        x: [M, K]. gate, up: [N, K]. Contiguous, of one type, bf16 on a GPU; see `fits`.
+        x: [M, K]. gate, up: [N, K]. Contiguous, of one type, bf16 on a GPU; see `fits_swiglu`.
     """
     (num_rows, inner), size = x.shape, gate.shape[0]
     out = x.new_empty(num_rows, size)
-    tiles = triton.cdiv(num_rows, ROW_BLOCK) * triton.cdiv(size, OUT_BLOCK)
+    tiles = _num_tiles(num_rows, size, OUT_BLOCK)
     # One tensor map spans both weights, from the lower address to the higher: a load then brings
     # a tile of each, side by side, for a single product.
     lower, higher = sorted((gate, up), key=Tensor.data_ptr)
@@ -135,12 +251,69 @@ def swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
         size,
         inner,
         IS_UP_FIRST=lower is up,
-        ROWS=ROW_BLOCK,
-        OUTS=OUT_BLOCK,
-        STEP=INNER_BLOCK,
-        GROUP=GROUP,
         STAGES=STAGES,
         num_warps=8,
-        **EXACT,
+        **_tiling(),
     )
     return out
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x weight^T + bias: [M, N], rounded once.
+
+    Whole waves of tiles go to one kernel, what is left over in narrower tiles to another: in one
+    kernel the second loop would make the first one slower.
+
+    Args:
+        x: [M, K]. weight: [N, K]. bias: [N]. Contiguous, of one type, bf16 on a GPU; see
+            `fits_linear`.
+    """
+    (num_rows, inner), size = x.shape, weight.shape[0]
+    out = x.new_empty(num_rows, size)
+    num_main, num_left = _share_tiles(num_rows, size, x.device)
+    describe = TensorDescriptor.from_tensor
+    rows, sizes = describe(x, [ROW_BLOCK, INNER_BLOCK]), (num_rows, size, inner, num_main)
+    if num_main:
+        _linear_kernel[(min(num_main, _num_programs(x.device)),)](
+            rows,
+            describe(weight, [2 * OUT_BLOCK, INNER_BLOCK]),
+            describe(out, [ROW_BLOCK, OUT_BLOCK]),
+            bias,
+            *sizes,
+            STAGES=STAGES,
+            num_warps=8,
+            **_tiling(),
+        )
+    if num_left:
+        _tail_kernel[(num_left * (2 * OUT_BLOCK // TAIL_BLOCK),)](
+            rows,
+            describe(weight, [TAIL_BLOCK, INNER_BLOCK]),
+            describe(out, [ROW_BLOCK, TAIL_BLOCK]),
+            bias,
+            *sizes,
+            TAIL=TAIL_BLOCK,
+            STAGES=TAIL_STAGES,
+            num_warps=4,
+            **_tiling(),
+        )
+    return out
+
+
+def _share_tiles(num_rows: int, size: int, device: torch.device) -> tuple[int, int]:
+    """Tiles of a plain product that are taken whole, and those behind them that are cut."""
+    tiles, programs = _num_tiles(num_rows, size, 2 * OUT_BLOCK), _num_programs(device)
+    num_left = tiles % programs
+    # Narrow tiles read the rows more often. Where more is left over, it is nearly a wave as it is.
+    if num_left > programs // 2:
+        num_left = 0
+    return tiles - num_left, num_left
+
+
+def _num_tiles(num_rows: int, size: int, width: int) -> int:
+    return triton.cdiv(num_rows, ROW_BLOCK) * triton.cdiv(size, width)
+
+
+def _tiling() -> dict[str, object]:
+    """Options that all kernels here share."""
+    sizes = {"ROWS": ROW_BLOCK, "OUTS": OUT_BLOCK, "STEP": INNER_BLOCK}
+    return {**sizes, "GROUP": GROUP, **EXACT}

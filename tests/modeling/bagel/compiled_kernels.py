@@ -31,6 +31,7 @@ Cases = dict[str, Callable[[], object]]
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD, VOCAB = 3584, 18944, 28, 4, 128, 152064
 KV = KV_HEADS * HEAD
 EPS = 1e-6
+MULTIPROCESSORS = 132
 SLOTS = 6000
 """Positions of a cache, all rows together."""
 FEW = (1, 4, 9, 17, 32)
@@ -125,6 +126,27 @@ def few_row_cases(rows: int) -> Cases:
     }
 
 
+def many_row_cases() -> Cases:
+    """4,096 rows leave tiles over for the kernel of narrow ones, on as many multiprocessors."""
+    many_rows._num_programs = lambda device: MULTIPROCESSORS
+    found: Cases = {}
+    for rows in (1026, 4096):
+        wide = empty(INNER, HIDDEN)
+        found[f"many_rows.swiglu of {rows}"] = partial(
+            many_rows.swiglu, empty(rows, HIDDEN), wide, wide
+        )
+    for name, rows, inner, bias in (
+        ("o", 4096, HIDDEN, None),
+        ("q", 4096, HIDDEN, empty(HIDDEN)),
+        ("down", 4104, INNER, None),
+    ):
+        assert all(many_rows._share_tiles(rows, HIDDEN, empty(0).device))
+        found[f"many_rows.linear of {rows}, {name}"] = partial(
+            many_rows.linear, empty(rows, inner), empty(HIDDEN, inner), bias
+        )
+    return found
+
+
 def all_cases() -> Cases:
     sampling = SamplingConfig(True, 0.9, 0, 0.9)
     found: Cases = {}
@@ -134,11 +156,7 @@ def all_cases() -> Cases:
         found |= operator_cases(rows)
     for rows in FEW:
         found |= few_row_cases(rows)
-    for rows in (1026, 4096):
-        wide = empty(INNER, HIDDEN)
-        found[f"many_rows.swiglu of {rows}"] = partial(
-            many_rows.swiglu, empty(rows, HIDDEN), wide, wide
-        )
+    found |= many_row_cases()
     norm = torch.nn.GroupNorm(32, 128, device="meta")
     for has_swish in (False, True):
         name = f"group_norm{' and swish' if has_swish else ''}"

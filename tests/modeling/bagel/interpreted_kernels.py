@@ -2,7 +2,8 @@
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -30,7 +31,7 @@ from modeling.bagel.fused_ops import (
 )
 from modeling.bagel.fused_sampling import draw_tokens
 from modeling.bagel.layers import RMSNorm, rotary_table
-from modeling.bagel.qwen2_navit import Attention, Decoder, ExpertOrder, QkRounding
+from modeling.bagel.qwen2_navit import GEN, Attention, Decoder, ExpertOrder, QkRounding
 from modeling.bagel.sampling import SamplingConfig, sample_tokens
 
 EPS, NAN = 1e-6, float("nan")
@@ -157,6 +158,57 @@ def small_decoder(hidden: int = 256) -> Decoder:
 
 def stack() -> None:
     check_stack(FusedStack(side_by_side=False))
+
+
+def many_row_stack() -> None:
+    """All products in the kernels of many rows, but for those that are too narrow."""
+    many_rows._fits = lambda *_: True
+    many_rows.MIN_OUTS = 256  # k and v have 128
+    many_rows._has_cublas_bits = lambda *_: True
+    counts = dict.fromkeys(("linear", "swiglu"), 0)
+    for name in counts:
+        setattr(many_rows, name, counted(name, getattr(many_rows, name), counts))
+    check_stack(FusedStack(side_by_side=False))
+    assert counts["linear"] >= counts["swiglu"] * 3 > 0, counts  # q, o, down
+
+
+class FakeStream:
+    """Stands for one of torch.cuda's streams; notes whom it waits for."""
+
+    def __init__(self, name: str, waits: list[tuple[str, str]]):
+        self.name = name
+        self.waits = waits
+
+    def wait_stream(self, other: "FakeStream") -> None:
+        self.waits.append((self.name, other.name))
+
+
+def side_stack() -> None:
+    """Und rows beside gen rows: on the side stream from start to end, which is joined each time."""
+    waits: list[tuple[str, str]] = []
+    current = [FakeStream("main", waits)]
+
+    @contextmanager
+    def use(stream: FakeStream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    torch.cuda.stream, torch.cuda.current_stream = use, lambda: current[-1]
+    stack = FusedStack(side_by_side=False)
+    stack._streams = [FakeStream("side", waits)]
+    seen: set[tuple[str, str]] = set()
+    finish = fused_flow._Part.finish
+
+    def record(self: fused_flow._Part, *args: object, **given: object) -> None:
+        seen.add((current[-1].name, self.suffix))
+        finish(self, *args, **given)
+
+    fused_flow._Part.finish = record
+    check_stack(stack)
+    # Und rows alone stay on the main stream.
+    assert seen == {("main", GEN), ("side", ""), ("main", "")}
+    assert waits and waits == [("side", "main"), ("main", "side")] * (len(waits) // 2)
 
 
 def fast_stack() -> None:
@@ -318,7 +370,7 @@ def joint_stack(grades: tuple[bool, ...] = (False, True)) -> None:
             torch.cat([pair[i][part] for part in (slice(0, 2), slice(2, 4)) for pair in alone])
             for i in (0, 1)
         )
-        for part_rows in (4096, 3):  # the gen rows of both in one part, or apart
+        for part_rows in (16384, 3):  # the gen rows of both in one part, or apart
             fused_flow.PART_ROWS = part_rows
             out = stack.run(decoder, x.clone(), joint, rotary, CacheAppend(*runs))
             torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
@@ -392,7 +444,31 @@ def many_row_products() -> None:
     x, (gate, up) = torch.randn(650, 16), torch.randn(2, 16, 16) / 16
     expected = F.silu(x @ gate.t()) * (x @ up.t())
     torch.testing.assert_close(many_rows.swiglu(x, gate, up), expected, rtol=1e-5, atol=1e-5)
-    assert not many_rows.fits(x.bfloat16(), gate.bfloat16(), up.bfloat16())  # not on a GPU
+    rows, gate, up = (each.bfloat16() for each in (x, gate, up))
+    assert not many_rows.fits_swiglu(rows, gate, up)  # not on a GPU
+
+
+def many_row_linears() -> None:
+    """Plain products of whole tiles, of cut ones and of both; tiles overhang every edge."""
+    near = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
+    many_rows.GROUP = 2
+    for rows, size, inner, programs, shares in (
+        (130, 600, 80, 4, (4, 2)),
+        (130, 600, 80, 5, (5, 1)),
+        (130, 600, 96, 3, (6, 0)),
+        (130, 600, 80, 7, (6, 0)),  # too many left over to cut them
+        (130, 600, 80, 12, (0, 6)),
+        (650, 264, 16, 5, (10, 2)),  # more groups of rows than one, the last of them smaller
+        (1, 8, 64, 1, (1, 0)),
+        (129, 256, 64, 132, (0, 2)),
+    ):
+        many_rows._num_programs = lambda device, programs=programs: programs
+        assert many_rows._share_tiles(rows, size, torch.device("cpu")) == shares
+        x, weight, bias = torch.randn(rows, inner), torch.randn(size, inner) / 16, torch.randn(size)
+        near(many_rows.linear(x, weight), x @ weight.t())
+        near(many_rows.linear(x, weight, bias), x @ weight.t() + bias)
+    x, weight = torch.empty(512, 64, dtype=torch.bfloat16), torch.empty(2048, 64).bfloat16()
+    assert not many_rows.fits_linear(x, weight)  # not on a GPU
 
 
 def bits_of_cublas() -> None:
@@ -401,9 +477,9 @@ def bits_of_cublas() -> None:
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger("faster_r3").addHandler(handler)
-    computed = many_rows.swiglu
+    many_rows._fits = lambda *_: True
+    computed, same = many_rows.swiglu, many_rows.fits_swiglu
     x, weights = torch.randn(4, 16), torch.randn(3, 16, 16)
-    same = many_rows._has_cublas_bits
     many_rows.swiglu = lambda x, gate, up: silu_mul(F.linear(x, gate), F.linear(x, up))
     assert same(x, *weights[:2]) and not records
     many_rows.swiglu = lambda *_: 1 / 0  # not asked again for these sizes, whatever the rows
@@ -412,6 +488,30 @@ def bits_of_cublas() -> None:
     for _ in range(2):
         assert not same(x, *torch.randn(2, 32, 16))
     assert len(records) == 1 and "products of 32 by 16" in records[0]
+
+
+def bits_of_linears() -> None:
+    """Looked at for every pair of sizes, with bias and without, and for each of both kernels."""
+    many_rows._fits, many_rows._num_programs = lambda *_: True, lambda _: 4
+    asked: list[tuple[int, bool]] = []
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        asked.append((x.shape[0], bias is not None))
+        return F.linear(x, weight, bias)
+
+    many_rows.linear = linear
+    weight, bias = torch.randn(1024, 16), torch.randn(1024)
+    # Tiles whole and cut: 4, 0; 4, 0; 8, 0; then with fewer programs 4, 1; and 0, 4.
+    for rows in (1, 128, 256):
+        assert many_rows.fits_linear(torch.randn(rows, 16), weight)
+        assert many_rows.fits_linear(torch.randn(rows, 16), weight, bias)
+    for rows, programs in ((128, 3), (256, 7), (128, 9)):
+        many_rows._num_programs = lambda _, programs=programs: programs
+        assert many_rows.fits_linear(torch.randn(rows, 16), weight)
+    assert asked == [(1, False), (1, True), (128, False), (128, False)]
+    assert not many_rows.fits_linear(torch.randn(1, 16), weight[:1016])  # too narrow
+    many_rows.linear = lambda x, weight, bias: F.linear(x, weight, bias) + 1
+    assert not many_rows.fits_linear(torch.randn(1, 24), torch.randn(1024, 24))
 
 
 def few_row_products() -> None:
@@ -518,6 +618,8 @@ if __name__ == "__main__":
         swiglu,
         heads,
         stack,
+        many_row_stack,
+        side_stack,
         fast_stack,
         ordered_stack,
         joint_stack,
@@ -525,7 +627,9 @@ if __name__ == "__main__":
         few_queries,
         whole_images,
         many_row_products,
+        many_row_linears,
         bits_of_cublas,
+        bits_of_linears,
         few_row_products,
         few_row_norms,
         order_of_cublas,

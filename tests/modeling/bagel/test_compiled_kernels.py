@@ -17,7 +17,13 @@ MAX_SHARED_BYTES = 227 * 1024
 """Of one block at compute capability 9.0 (CUDA C++ Programming Guide, technical specifications)."""
 MAX_STACK_BYTES = 64
 """ptxas may keep a dozen registers on the stack so that more warps fit; a tile spills kilobytes."""
-WGMMA_CASES = ("image_attention", "vocabulary product", "many_rows.swiglu")
+WGMMA_CASES = {
+    "image_attention": {"_image_kernel"},
+    "vocabulary product": {"_linear_kernel"},
+    "many_rows.swiglu": {"_swiglu_kernel"},
+    "many_rows.linear": {"_linear_kernel", "_tail_kernel"},
+}
+"""Large products by what their cases begin with, and the kernels that each case launches."""
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +60,10 @@ def test_registers_are_not_spilled(report):
 
 @pytest.mark.parametrize("start", WGMMA_CASES)
 def test_large_products_take_warpgroups(report, start):
-    found = {
-        record["case"]: record["has_wgmma"]
-        for record in report["compiled"]
-        if record["case"].startswith(start)
-    }
-    assert found and all(found.values()), found
+    found = {}
+    for record in report["compiled"]:
+        if record["case"].startswith(start):
+            kernel = record["kernel"].rpartition(".")[2]
+            found.setdefault(record["case"], {})[kernel] = record["has_wgmma"]
+    assert found and all(kernels.keys() == WGMMA_CASES[start] for kernels in found.values()), found
+    assert all(all(kernels.values()) for kernels in found.values()), found
