@@ -183,7 +183,7 @@ def _launch_norm(
         WIDTH=reduce_width(rows_alone or num_rows, size),
         HAS_RESIDUAL=has_residual,
         # A row of many is one warp's work; few rows need all the threads they can get.
-        num_warps=1 if num_rows >= MANY_ROWS else 4,
+        num_warps=1 if num_rows >= MANY_ROWS else 8,
         **EXACT,
     )
 

@@ -3,8 +3,8 @@
 Every output is summed over the inner dimension in order, in one fp32 accumulator of the tensor
 core, as cuBLAS sums it on Hopper where there are many rows; so the bits are those of cuBLAS, and
 of `fused_ops.silu_mul` behind it, which is checked once for each size. Gate and up never reach
-memory, and one read of the rows serves both. A plain product leaves fewer multiprocessors idle at
-its end than that of cuBLAS.
+memory, and one read of the rows serves both. A plain product whose tiles do not fill whole waves
+leaves fewer multiprocessors idle at its end than that of cuBLAS.
 
 Shape letters: M rows, K inner, N outputs.
 """
@@ -32,7 +32,7 @@ GROUP = 16
 """Blocks of rows that go through the weights together: their tiles and those of the weights they
 meet at a time share the second-level cache about evenly."""
 MIN_OUTS = 1024
-"""Of a plain product. Narrower ones, of keys and values, have too few tiles for whole waves."""
+"""Of a plain product. Of narrower ones, of keys and values, most tiles would be cut."""
 CHECKED_ROWS = 4096
 """Rows of which the bits of gate and up are compared: their products take memory."""
 ALIGNMENT, MAX_STRIDE = 16, 2**40
@@ -168,13 +168,16 @@ def fits_swiglu(x: Tensor, gate: Tensor, up: Tensor) -> bool:
 
 
 def fits_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """As `fits_swiglu`, for `linear`: rows [M, K], a weight [N, K] and a bias [N] or none."""
+    """As `fits_swiglu`, for `linear`: rows [M, K], a weight [N, K] and a bias [N] or none.
+
+    And whether that pays: cuBLAS is as fast where tiles fill whole waves or one wave at most.
+    """
     if weight.shape[0] < MIN_OUTS or not _fits(x, weight, *([] if bias is None else [bias])):
         return False
-    # The rows that came may be work of one kernel only: the other one is compared when it is used.
-    kernels = [count > 0 for count in _share_tiles(x.shape[0], weight.shape[0], x.device)]
+    if 0 in _share_tiles(x.shape[0], weight.shape[0], x.device):
+        return False
     return _has_cublas_bits(
-        ("products", x.device, *weight.shape, bias is not None, *kernels),
+        ("products", x.device, *weight.shape, bias is not None),
         lambda: linear(x, weight, bias),
         lambda: F.linear(x, weight, bias),
     )

@@ -164,6 +164,7 @@ def many_row_stack() -> None:
     """All products in the kernels of many rows, but for those that are too narrow."""
     many_rows._fits = lambda *_: True
     many_rows.MIN_OUTS = 256  # k and v have 128
+    many_rows._share_tiles = lambda *_: (1, 1)
     many_rows._has_cublas_bits = lambda *_: True
     counts = dict.fromkeys(("linear", "swiglu"), 0)
     for name in counts:
@@ -491,8 +492,8 @@ def bits_of_cublas() -> None:
 
 
 def bits_of_linears() -> None:
-    """Looked at for every pair of sizes, with bias and without, and for each of both kernels."""
-    many_rows._fits, many_rows._num_programs = lambda *_: True, lambda _: 4
+    """Looked at once for every pair of sizes, with bias and without, where both kernels work."""
+    many_rows._fits, many_rows._num_programs = lambda *_: True, lambda _: 3
     asked: list[tuple[int, bool]] = []
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -501,14 +502,14 @@ def bits_of_linears() -> None:
 
     many_rows.linear = linear
     weight, bias = torch.randn(1024, 16), torch.randn(1024)
-    # Tiles whole and cut: 4, 0; 4, 0; 8, 0; then with fewer programs 4, 1; and 0, 4.
-    for rows in (1, 128, 256):
+    for rows in (1, 128):  # 4 tiles: a wave of 3 whole ones, and 1 to cut
         assert many_rows.fits_linear(torch.randn(rows, 16), weight)
         assert many_rows.fits_linear(torch.randn(rows, 16), weight, bias)
-    for rows, programs in ((128, 3), (256, 7), (128, 9)):
+    assert asked == [(1, False), (1, True)]
+    for programs in (2, 4, 9):  # whole waves, one wave, and too few tiles for one
         many_rows._num_programs = lambda _, programs=programs: programs
-        assert many_rows.fits_linear(torch.randn(rows, 16), weight)
-    assert asked == [(1, False), (1, True), (128, False), (128, False)]
+        assert not many_rows.fits_linear(torch.randn(1, 16), weight)
+    many_rows._num_programs = lambda _: 3
     assert not many_rows.fits_linear(torch.randn(1, 16), weight[:1016])  # too narrow
     many_rows.linear = lambda x, weight, bias: F.linear(x, weight, bias) + 1
     assert not many_rows.fits_linear(torch.randn(1, 24), torch.randn(1024, 24))
