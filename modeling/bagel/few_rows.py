@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from modeling.bagel.fused_ops import EXACT, silu_times
+from modeling.bagel.fused_ops import EXACT, num_blocks, power_of_2, silu_times
 
 MAX_ROWS = 32
 LARGE_N, LARGE_K = 65536, 8192
@@ -284,7 +284,7 @@ def fits(num_rows: int, weight: Tensor) -> bool:
 
 def _blocks(num_rows: int, num_outs: int, inner: int) -> dict[str, int]:
     """Tile sizes, by what was fastest at 4 rows on an H200."""
-    rows = max(8, triton.next_power_of_2(num_rows))
+    rows = max(8, power_of_2(num_rows))
     if num_outs >= LARGE_N:
         return _tile(64, 128, max(16, rows), 5, 4)
     if inner >= LARGE_K:
@@ -312,7 +312,7 @@ def fits_splits(
 
 def split_size(inner: int, splits: int) -> int:
     """Inner numbers of all splits but the last one: whole tiles of cuBLAS, as many in each."""
-    return triton.cdiv(inner // SPLIT_TILE, splits) * SPLIT_TILE
+    return num_blocks(inner // SPLIT_TILE, splits) * SPLIT_TILE
 
 
 def linear(x: Tensor, weight: Tensor, splits: int = 1) -> Tensor:
@@ -338,7 +338,7 @@ def weigh(x: Tensor, norm_weight: Tensor, eps: float) -> WeighedRows:
         num_rows,
         N=size,
         PART=PART,
-        ROWS=triton.next_power_of_2(num_rows),
+        ROWS=power_of_2(num_rows),
         num_warps=1,
     )
     return weighed
