@@ -65,16 +65,15 @@ def fits_norm(size: int) -> bool:
     return size % VECTOR == 0 and size >= 128
 
 
-# The interpreter knows only Triton's own functions, not those of the device library.
-INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+# Chosen here, not by a flag inside: Triton compares the globals of a kernel at every launch.
+if knobs.runtime.interpret:
 
-
-@triton.jit
-def _rsqrt(x):
-    if INTERPRETED:
+    # The interpreter knows only Triton's own functions, not those of the device library.
+    @triton.jit
+    def _rsqrt(x):
         return tl.rsqrt(x)
-    else:
-        return libdevice.rsqrt(x)
+else:
+    _rsqrt = libdevice.rsqrt
 
 
 @triton.jit
