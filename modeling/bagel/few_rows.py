@@ -8,6 +8,7 @@ them multiply what they get by the norm's scale. Shape letters: M rows (at most 
 outputs, P parts of a row's sum of squares.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -276,12 +277,14 @@ def _swiglu_kernel(
 
 def fits(num_rows: int, weight: Tensor) -> bool:
     """Whether a product of that many rows with a weight [N, K] has a kernel here."""
+    if not 0 < num_rows <= MAX_ROWS or weight.dtype != torch.bfloat16:
+        return False
     num_outs, inner = weight.shape
     blocks = _blocks(num_rows, num_outs, inner)
-    whole = num_outs % blocks["N_BLOCK"] == 0 and inner % blocks["K_BLOCK"] == 0
-    return 0 < num_rows <= MAX_ROWS and whole and weight.dtype == torch.bfloat16
+    return num_outs % blocks["N_BLOCK"] == 0 and inner % blocks["K_BLOCK"] == 0
 
 
+@cache
 def _blocks(num_rows: int, num_outs: int, inner: int) -> dict[str, int]:
     """Tile sizes, by what was fastest at 4 rows on an H200."""
     rows = max(8, power_of_2(num_rows))
