@@ -83,9 +83,8 @@ def splits_of(num_rows: int, linear: nn.Linear) -> int | None:
     looked up before.
     """
     weight, bias = linear.weight, linear.bias
-    tensors = [weight] if bias is None else [weight, bias]
-    sizes = (weight.device, num_rows, *weight.shape, bias is not None)
-    key = (*sizes, *(_alignment(tensor) for tensor in tensors))
+    bias_alignment = None if bias is None else _alignment(bias)
+    key = (weight.device, num_rows, weight.shape, _alignment(weight), bias_alignment)
     if key not in _found:
         if is_capturing(weight.device):
             return None
@@ -100,8 +99,8 @@ def splits_of(num_rows: int, linear: nn.Linear) -> int | None:
 
 def _alignment(tensor: Tensor) -> int:
     """The power of two that an address is a multiple of, as far as cuBLAS may look at it."""
-    address = tensor.data_ptr()
-    return min(address & -address, MAX_ALIGNMENT)
+    address = tensor.data_ptr() | MAX_ALIGNMENT
+    return address & -address
 
 
 def find_splits(num_rows: int, weight: Tensor, bias: Tensor | None) -> int | None:

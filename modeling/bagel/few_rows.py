@@ -8,6 +8,7 @@ them multiply what they get by the norm's scale. Shape letters: M rows (at most 
 outputs, P parts of a row's sum of squares.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from modeling.bagel.fused_ops import EXACT, silu_times
+from modeling.bagel.fused_ops import EXACT, num_blocks, power_of_2, silu_times
 
 MAX_ROWS = 32
 LARGE_N, LARGE_K = 65536, 8192
@@ -276,15 +277,17 @@ def _swiglu_kernel(
 
 def fits(num_rows: int, weight: Tensor) -> bool:
     """Whether a product of that many rows with a weight [N, K] has a kernel here."""
+    if not 0 < num_rows <= MAX_ROWS or weight.dtype != torch.bfloat16:
+        return False
     num_outs, inner = weight.shape
     blocks = _blocks(num_rows, num_outs, inner)
-    whole = num_outs % blocks["N_BLOCK"] == 0 and inner % blocks["K_BLOCK"] == 0
-    return 0 < num_rows <= MAX_ROWS and whole and weight.dtype == torch.bfloat16
+    return num_outs % blocks["N_BLOCK"] == 0 and inner % blocks["K_BLOCK"] == 0
 
 
+@cache
 def _blocks(num_rows: int, num_outs: int, inner: int) -> dict[str, int]:
     """Tile sizes, by what was fastest at 4 rows on an H200."""
-    rows = max(8, triton.next_power_of_2(num_rows))
+    rows = max(8, power_of_2(num_rows))
     if num_outs >= LARGE_N:
         return _tile(64, 128, max(16, rows), 5, 4)
     if inner >= LARGE_K:
@@ -312,7 +315,7 @@ def fits_splits(
 
 def split_size(inner: int, splits: int) -> int:
     """Inner numbers of all splits but the last one: whole tiles of cuBLAS, as many in each."""
-    return triton.cdiv(inner // SPLIT_TILE, splits) * SPLIT_TILE
+    return num_blocks(inner // SPLIT_TILE, splits) * SPLIT_TILE
 
 
 def linear(x: Tensor, weight: Tensor, splits: int = 1) -> Tensor:
@@ -338,7 +341,7 @@ def weigh(x: Tensor, norm_weight: Tensor, eps: float) -> WeighedRows:
         num_rows,
         N=size,
         PART=PART,
-        ROWS=triton.next_power_of_2(num_rows),
+        ROWS=power_of_2(num_rows),
         num_warps=1,
     )
     return weighed

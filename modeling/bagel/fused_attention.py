@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from modeling.bagel.fused_ops import capability, num_blocks, power_of_2
 from modeling.bagel.layers import once_per_device
 
 MAX_FEW = 16
@@ -162,12 +163,12 @@ def fits_few(num_queries: int, q: Tensor, keys: Tensor) -> bool:
     """Whether that many queries of every sequence, of heads like these, fit into one program."""
     num_heads, size = q.shape[-2:]
     rows = num_queries * (num_heads // keys.shape[-2])
-    return rows <= MAX_FEW and size >= 16 and size == triton.next_power_of_2(size)
+    return rows <= MAX_FEW and size >= 16 and size == power_of_2(size)
 
 
 def fits_image(num_queries: int, q: Tensor) -> bool:
     """Whether the kernel for whole images takes these: its loads want compute capability 9."""
-    has_loads = torch.cuda.get_device_capability(q.device)[0] >= 9
+    has_loads = capability(q.device) >= 9
     return has_loads and num_queries >= MIN_IMAGE_QUERIES and q.shape[-1] == IMAGE_HEAD_SIZE
 
 
@@ -195,7 +196,7 @@ def few_queries_attention(
     """
     num_seqs, (num_heads, size), kv_heads = used.shape[0], q.shape[1:], keys.shape[1]
     # Programs beyond the filled positions end at once.
-    num_splits = triton.cdiv(capacity, SPLIT_KEYS)
+    num_splits = num_blocks(capacity, SPLIT_KEYS)
     pairs = num_seqs * kv_heads
     out = torch.empty_like(q) if out is None else out
     parts = q.new_empty(pairs * num_splits * MAX_FEW * size, dtype=torch.float32)
@@ -306,7 +307,7 @@ def image_attention(
     key_rows, value_rows = (
         TensorDescriptor.from_tensor(x.flatten(1), [KEY_BLOCK, size]) for x in (keys, values)
     )
-    _image_kernel[(triton.cdiv(num_queries, QUERY_BLOCK), num_heads, num_seqs)](
+    _image_kernel[(num_blocks(num_queries, QUERY_BLOCK), num_heads, num_seqs)](
         TensorDescriptor.from_tensor(q.flatten(1), [QUERY_BLOCK, size]),
         key_rows,
         value_rows,

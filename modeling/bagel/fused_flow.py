@@ -7,6 +7,7 @@ fast grade rounds differently where rows are few.
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -132,7 +133,8 @@ def _num_rows(spans: list[Span]) -> int:
 
 def _fits_few(decoder: Decoder, suffix: str, num_rows: int) -> bool:
     """Whether all products of that many rows of an expert have kernels of few rows."""
-    linears = (linear for layer in decoder.layers for linear in _linears(layer, suffix))
+    # By sizes and type, which all layers share.
+    linears = _linears(decoder.layers[0], suffix)
     return all(few_rows.fits(num_rows, linear.weight) for linear in linears)
 
 
@@ -219,6 +221,16 @@ class _Pass:
         self.queries = torch.empty(shape, dtype=x.dtype, device=x.device)
 
 
+class _SpanViews(NamedTuple):
+    """The rows of one span in the tensors of a pass, cut out once for all layers."""
+
+    run: CacheRun
+    of_part: slice  # counted from the first row of the part
+    tables: tuple[Tensor, Tensor]  # cosines and sines, fp32 [rows, 1, H]
+    queries: Tensor  # [rows, N, H]
+    attended: Tensor  # [rows, N, H]
+
+
 class _Part:
     """Neighbouring rows of one expert on their way: they meet other rows in a cache only."""
 
@@ -231,6 +243,19 @@ class _Part:
         self.x, self.other = shared.x[self.rows], shared.other[self.rows]
         self.normed = shared.normed[self.rows]
         self.streams: list[torch.cuda.Stream] = []
+        self._views = [self._view(rows, run) for rows, run in spans]
+
+    def _view(self, rows: slice, run: CacheRun) -> _SpanViews:
+        shared, queries = self.shared, self.shared.queries[rows]
+        return _SpanViews(
+            run=run,
+            of_part=slice(rows.start - self.rows.start, rows.stop - self.rows.start),
+            tables=(shared.rotary.cos[rows], shared.rotary.sin[rows]),
+            queries=queries,
+            # What was normed is read by the projections to heads, and written anew behind the
+            # attention's own projection: in between its memory is free.
+            attended=shared.normed[rows].view(queries.shape),
+        )
 
     def start(self, layer: DecoderLayer) -> None:
         """The first norm, and the projections of the first layer."""
@@ -257,30 +282,24 @@ class _Part:
 
     def _attend(self) -> Tensor:
         """Attention of all spans, each over its own cache: [rows, N * H]."""
-        shared = self.shared
-        out = torch.empty_like(shared.queries[self.rows])
-        for rows, run in self.spans:
-            run.attend(shared.index, shared.queries[rows], out[self._of_part(rows)])
-        return out.flatten(1)
-
-    def _of_part(self, rows: slice) -> slice:
-        """Rows of the pass, counted from the first one of this part."""
-        return slice(rows.start - self.rows.start, rows.stop - self.rows.start)
+        for span in self._views:
+            span.run.attend(self.shared.index, span.queries, span.attended)
+        return self.normed
 
     def _store_heads(self, layer: DecoderLayer, index: int) -> None:
         """Projects to heads; norm and RoPE of q and k; keys and values go into the caches."""
         shared, module = self.shared, layer.self_attn
-        projections = self._project([self._own(module, f"{name}_proj") for name in "qkv"])
+        q, k, v = self._project([self._own(module, f"{name}_proj") for name in "qkv"])
         rounding = shared.rotary.rounding
-        norms = tuple(self._own(module, f"{name}_norm").weight for name in "qk")
-        for rows, run in self.spans:
-            of_part = self._of_part(rows)
+        norms = (self._own(module, "q_norm").weight, self._own(module, "k_norm").weight)
+        for span in self._views:
+            rows = span.of_part
             qk_norm_rope_store(
-                tuple(projection[of_part] for projection in projections),
+                (q[rows], k[rows], v[rows]),
                 norms,
-                (shared.rotary.cos[rows], shared.rotary.sin[rows]),
-                run.places,
-                (shared.queries[rows], *run.memory(index)),
+                span.tables,
+                span.run.places,
+                (span.queries, *span.run.memory(index)),
                 shared.eps,
                 rounding.gen if self.suffix else rounding.und,
             )

@@ -7,6 +7,8 @@ order in which PyTorch's CUDA reduction adds them (see `_fold`). The twins are `
 Shape letters: S rows, D hidden, N heads, H head size, I width of the MLP.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -24,11 +26,28 @@ MANY_ROWS = 512
 EXACT = {"enable_fp_fusion": False}
 
 
+@cache
+def capability(device: torch.device) -> int:
+    """The major compute capability of a GPU."""
+    return torch.cuda.get_device_capability(device)[0]
+
+
 def is_hopper(device: torch.device) -> bool:
     """Whether a GPU is one on which the order of cuBLAS's sums is known: compute capability 9."""
-    return torch.cuda.get_device_capability(device)[0] == 9
+    return capability(device) == 9
 
 
+def num_blocks(count: int, block: int) -> int:
+    """Blocks that `count` fill, the last one in part. `triton.cdiv` takes 20 times as long."""
+    return -(-count // block)
+
+
+def power_of_2(number: int) -> int:
+    """The least power of two that is not below a positive number; see `num_blocks`."""
+    return 1 << (number - 1).bit_length()
+
+
+@cache
 def reduce_width(num_rows: int, size: int) -> int:
     """Threads that PyTorch's reduction puts on a row of `size` fp32 numbers, `num_rows` of them.
 
@@ -46,16 +65,15 @@ def fits_norm(size: int) -> bool:
     return size % VECTOR == 0 and size >= 128
 
 
-# The interpreter knows only Triton's own functions, not those of the device library.
-INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+# Chosen here, not by a flag inside: Triton compares the globals of a kernel at every launch.
+if knobs.runtime.interpret:
 
-
-@triton.jit
-def _rsqrt(x):
-    if INTERPRETED:
+    # The interpreter knows only Triton's own functions, not those of the device library.
+    @triton.jit
+    def _rsqrt(x):
         return tl.rsqrt(x)
-    else:
-        return libdevice.rsqrt(x)
+else:
+    _rsqrt = libdevice.rsqrt
 
 
 @triton.jit
@@ -179,7 +197,7 @@ def _launch_norm(
         eps,
         1 / size,
         SIZE=size,
-        BLOCK=triton.next_power_of_2(size),
+        BLOCK=power_of_2(size),
         WIDTH=reduce_width(rows_alone or num_rows, size),
         HAS_RESIDUAL=has_residual,
         # A row of many is one warp's work; few rows need all the threads they can get.
@@ -334,7 +352,7 @@ def qk_norm_rope_store(
     if num_rows == 0:
         return
     q_heads, kv_heads = q.shape[1] // head_size, k.shape[1] // head_size
-    parts = triton.cdiv(q_heads, HEAD_BLOCK) + triton.cdiv(kv_heads, HEAD_BLOCK)
+    parts = num_blocks(q_heads, HEAD_BLOCK) + num_blocks(kv_heads, HEAD_BLOCK)
     _qk_kernel[(num_rows, parts)](
         q,
         k,
@@ -380,6 +398,6 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     out = torch.empty_like(gate)
     count = gate.numel()
     if count:
-        grid = (triton.cdiv(count, SILU_BLOCK),)
+        grid = (num_blocks(count, SILU_BLOCK),)
         _silu_mul_kernel[grid](gate, up, out, count, BLOCK=SILU_BLOCK, num_warps=4, **EXACT)
     return out
