@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from modeling.bagel.bagel import Bagel, Wanted, run_layers
+from modeling.bagel.bagel import Bagel, EagerStack, Wanted
 from modeling.bagel.cache import CacheAppend, CacheSpec, KvCache
 from modeling.bagel.config import ImageSize
 from modeling.bagel.context import ConditionImage, Contexts, SpecialTokens
@@ -89,8 +89,10 @@ def contexts_over(cache: KvCache, rounding: QkRounding | None = None) -> Context
     return Contexts(tiny_model(), cache, special_tokens(), rounding or QkRounding())
 
 
-class PoisonedStack:
+class PoisonedStack(EagerStack):
     """Runs the layers eagerly where a GPU has a fused stack; unwanted rows come back as NaN."""
+
+    keeps_runs_apart = True
 
     def run(
         self,
@@ -101,13 +103,10 @@ class PoisonedStack:
         append: CacheAppend,
         wanted: Wanted = Wanted.ALL,
     ) -> Tensor:
-        x = run_layers(decoder, x, experts, rotary, append)
+        x = super().run(decoder, x, experts, rotary, append)
         first = {Wanted.ALL: 0, Wanted.GEN: experts.num_und, Wanted.NONE: x.shape[0]}[wanted]
         x[:first] = float("nan")
         return x
-
-    def project(self, x: Tensor, linear: torch.nn.Linear) -> Tensor:
-        return linear(x)
 
     def keeps_order(self, decoder: Decoder, num_rows: int) -> bool:
         return True

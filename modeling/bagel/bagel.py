@@ -38,17 +38,11 @@ class Wanted(Enum):
     NONE = auto()
 
 
-def run_layers(
-    decoder: Decoder, x: Tensor, experts: ExpertOrder, rotary: Rotary, append: CacheAppend
-) -> Tensor:
-    """The eager path: x [S, D] in expert order through layer after layer and the final norm."""
-    for index, layer in enumerate(decoder.layers):
-        x = layer.run(x, experts, rotary, partial(append.attend, index))
-    return decoder.final_norm(x, experts)
-
-
 class Stack(Protocol):
-    """Runs all decoder layers of a rollout pass and the final norm in place of `run_layers`."""
+    """Runs all decoder layers of a rollout pass and the final norm."""
+
+    keeps_runs_apart: bool
+    """Whether a run of an append has the bits that it has without the others."""
 
     def run(
         self,
@@ -58,7 +52,11 @@ class Stack(Protocol):
         rotary: Rotary,
         append: CacheAppend,
         wanted: Wanted = Wanted.ALL,
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """x [S, D] in expert order, which may be overwritten -> [S, D], final-normed.
+
+        Rows that are not wanted hold any values.
+        """
 
     def project(self, x: Tensor, linear: nn.Linear) -> Tensor:
         """The product of x [M, K] with a linear layer, such as the text head: [M, N]."""
@@ -68,6 +66,31 @@ class Stack(Protocol):
 
         They are where `CacheRun.eager_tokens` says that number.
         """
+
+
+class EagerStack:
+    """The eager path, which the others are compared with: layer after layer, all rows together."""
+
+    keeps_runs_apart = False
+
+    def run(
+        self,
+        decoder: Decoder,
+        x: Tensor,
+        experts: ExpertOrder,
+        rotary: Rotary,
+        append: CacheAppend,
+        wanted: Wanted = Wanted.ALL,
+    ) -> Tensor:
+        for index, layer in enumerate(decoder.layers):
+            x = layer.run(x, experts, rotary, partial(append.attend, index))
+        return decoder.final_norm(x, experts)
+
+    def project(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        return linear(x)
+
+    def keeps_order(self, decoder: Decoder, num_rows: int) -> bool:
+        return False
 
 
 class Bagel(nn.Module):
@@ -158,7 +181,7 @@ class Bagel(nn.Module):
         rope_ids: Tensor,
         append: CacheAppend,
         rounding: QkRounding,
-        stack: Stack | None = None,
+        stack: Stack,
         wanted: Wanted = Wanted.ALL,
     ) -> Tensor:
         """The rollout's pass: new tokens behind cached contexts, on resident weights.
@@ -169,13 +192,11 @@ class Bagel(nn.Module):
             rope_ids: int64 [S] in document order.
             append: where their keys and values go and what they see.
             rounding: where q and k are rounded.
-            stack: what runs the layers; None runs them one by one, eagerly.
+            stack: what runs the layers.
             wanted: whose hidden states the caller reads; a stack may leave out the others.
 
         Returns:
             [S, D], final-normed, in expert order; rows that are not wanted hold any values.
         """
         rotary = self.decoder.rotary(rope_ids, experts, rounding)
-        if stack is not None:
-            return stack.run(self.decoder, x, experts, rotary, append, wanted)
-        return run_layers(self.decoder, x, experts, rotary, append)
+        return stack.run(self.decoder, x, experts, rotary, append, wanted)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from modeling.bagel.bagel import Bagel, Stack, Wanted
+from modeling.bagel.bagel import Bagel, EagerStack, Stack, Wanted
 from modeling.bagel.cache import CacheAppend, KvCache
 from modeling.bagel.config import ImageSize
 from modeling.bagel.images import position_ids
@@ -70,13 +70,10 @@ class ImageAppend:
 
 @dataclass(frozen=True)
 class Stacks:
-    """What runs the layers over text and over image segments, and what draws tokens.
+    """What runs the layers over text and over image segments, and what draws tokens."""
 
-    None is the eager path.
-    """
-
-    text: Stack | None = None
-    image: Stack | None = None
+    text: Stack = EagerStack()
+    image: Stack = EagerStack()
     draw: Draw = sample_tokens
 
 
@@ -134,8 +131,7 @@ class Contexts:
 
     def text_logits(self, hidden: Tensor) -> Tensor:
         """Logits [T, V] of final hidden states [T, D]."""
-        head = self.model.language_model.lm_head
-        return head(hidden) if self.stacks.text is None else self.stacks.text.project(hidden, head)
+        return self.stacks.text.project(hidden, self.model.language_model.lm_head)
 
     def draw(
         self, logits: Tensor, sampling: SamplingConfig, generator: torch.Generator

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from modeling.bagel.bagel import EagerStack
 from modeling.bagel.cache import CacheSpec, KvCache
 from modeling.bagel.config import LlmConfig
 from modeling.bagel.context import EAGER, Contexts, Stacks
@@ -83,11 +84,12 @@ def build_execution(
         capture.fall_back(reason)
     streams = switches.is_active("R3_FUSED_DECODE_STREAMS", device.type)
     is_fast = switches.execution_on(device.type) == "fast"
-    stack = None if reason is not None else FusedStack(streams, is_fast)
+    eager = EagerStack()
+    fused = eager if reason is not None else FusedStack(streams, is_fast)
     return Execution(
         stacks=Stacks(
-            stack if text else None,
-            stack if flow else None,
+            fused if text else eager,
+            fused if flow else eager,
             draw_tokens if text and is_fast else sample_tokens,
         ),
         text_graphs=TextGraphs(capture) if text else None,

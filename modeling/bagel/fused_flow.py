@@ -54,6 +54,8 @@ class FusedStack:
     cuBLAS beside each other.
     """
 
+    keeps_runs_apart = True
+
     def __init__(self, side_by_side: bool, is_fast: bool = False):
         self._streams = [torch.cuda.Stream() for _ in range(3)] if side_by_side else []
         self.is_fast = is_fast
@@ -67,7 +69,7 @@ class FusedStack:
         append: CacheAppend,
         wanted: Wanted = Wanted.ALL,
     ) -> Tensor:
-        """x [S, D] in expert order, overwritten -> [S, D] after all layers and the final norm.
+        """As in `Stack`; overwrites x.
 
         Rows that are not wanted end with their keys and values of the last layer.
         """

@@ -119,12 +119,9 @@ class _Pick:
 
 
 def can_join(branches: list[Contexts], grid: ImageSize) -> bool:
-    """Whether one forward for all branches keeps the bits of one for each.
-
-    The eager stack takes the und rows of all branches together, and so few have other bits then.
-    """
+    """Whether one forward for all branches keeps the bits of one for each."""
     rows = [contexts.cache.num_rows * grid.height * grid.width for contexts in branches]
-    return branches[0].stacks.image is not None and min(rows) >= INVARIANT_ROWS
+    return branches[0].stacks.image.keeps_runs_apart and min(rows) >= INVARIANT_ROWS
 
 
 def can_choose(branches: list[Contexts], grid: ImageSize) -> bool:
@@ -133,10 +130,9 @@ def can_choose(branches: list[Contexts], grid: ImageSize) -> bool:
     Gen rows of one picture must be enough for products that do not look at others, and the few und
     rows must be summed in the order of all contexts' rows.
     """
-    stack, num_tokens = branches[0].stacks.image, grid.height * grid.width
-    if stack is None or num_tokens < INVARIANT_ROWS:
+    if grid.height * grid.width < INVARIANT_ROWS:
         return False
-    decoder = branches[0].model.decoder
+    stack, decoder = branches[0].stacks.image, branches[0].model.decoder
     und_rows = {NUM_MARKERS * contexts.cache.num_rows for contexts in branches}
     return all(stack.keeps_order(decoder, rows) for rows in und_rows)
 

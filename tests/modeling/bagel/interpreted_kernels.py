@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from modeling import fused_group_norm
 from modeling.bagel import cublas_order, few_rows, fused_flow, many_rows
-from modeling.bagel.bagel import Wanted, run_layers
+from modeling.bagel.bagel import EagerStack, Wanted
 from modeling.bagel.cache import CacheAppend, CacheSpec, KvCache
 from modeling.bagel.config import LlmConfig
 from modeling.bagel.cublas_order import split_product
@@ -287,7 +287,7 @@ def check_stack(stack: FusedStack) -> None:
             if wanted is not None:
                 x = stack.run(decoder, x, experts, rotary, append, wanted)
             else:
-                x = run_layers(decoder, x, experts, rotary, append)
+                x = EagerStack().run(decoder, x, experts, rotary, append)
             outputs.append(x)
             caches.append(cache)
         torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-4)

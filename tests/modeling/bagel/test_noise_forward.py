@@ -104,7 +104,7 @@ class TestSeveralBranches:
         velocities = [NoiseForward(branches, self.GRID)(x, time) for branches in (plain, poisoned)]
         assert torch.equal(*velocities)
 
-    def test_few_tokens_are_not_joined_and_none_are_without_a_stack(self, monkeypatch):
+    def test_few_tokens_are_not_joined_and_none_are_by_the_eager_stack(self, monkeypatch):
         def branches(rows: int, stacks: Stacks) -> list[Contexts]:
             grown = [contexts(rows), contexts(rows)]
             for each in grown:
