@@ -13,11 +13,13 @@ from PIL import Image
 
 from train.files import write_text_atomic
 from train.report_layout import escape, number, page, reward_chart, stage_badge
+from train.reward_wire import encode_jpeg
 
 REPORT_FOLDER = "report"
 INDEX_FILE = "index.html"
 _STEP_FILE = re.compile(r"step_(\d{6,})\.html")
 _SMALL_SIDE = 128  # pixels; smaller pictures are enlarged without blur
+_JPEG_QUALITY = 90  # of larger ones: as PNG a page of eight would take some MB
 # Table column or figure: heading, metric, format.
 _FIGURES = (
     ("Reward", "reward/mean", ".3f"),
@@ -90,7 +92,7 @@ def write_index(
     title = escape(caption)
     figure = (
         f'<section class="panel"><h2>{title}</h2>\n'
-        f'<img alt="{title}" src="{_png_uri(plot)}"></section>\n'
+        f'<img alt="{title}" src="{_data_uri("png", plot)}"></section>\n'
     )
     path = folder / INDEX_FILE
     body = _index_body(run_name, _written_steps(folder), rows, figure)
@@ -225,7 +227,7 @@ class _PictureEncoder:
 
     def tag(self, image: Image.Image, description: str) -> str:
         if id(image) not in self._uris:
-            self._uris[id(image)] = _data_uri(image)
+            self._uris[id(image)] = _picture_uri(image)
         small = ' class="small"' if max(image.size) <= _SMALL_SIDE else ""
         return (
             f'<img{small} width="{image.width}" height="{image.height}" '
@@ -233,12 +235,14 @@ class _PictureEncoder:
         )
 
 
-def _data_uri(image: Image.Image) -> str:
+def _picture_uri(image: Image.Image) -> str:
+    if max(image.size) > _SMALL_SIDE:
+        return _data_uri("jpeg", encode_jpeg(image, _JPEG_QUALITY))
     buffer = io.BytesIO()
     picture = image if image.mode in ("RGB", "RGBA", "L") else image.convert("RGB")
     picture.save(buffer, format="PNG")
-    return _png_uri(buffer.getvalue())
+    return _data_uri("png", buffer.getvalue())
 
 
-def _png_uri(data: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(data).decode("ascii")
+def _data_uri(kind: str, data: bytes) -> str:
+    return f"data:image/{kind};base64," + base64.b64encode(data).decode("ascii")

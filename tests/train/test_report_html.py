@@ -6,6 +6,7 @@ import math
 import re
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -105,6 +106,19 @@ def test_page_loads_nothing_and_pictures_survive(tmp_path):
     source = path.read_text(encoding="utf-8")
     assert not re.search(r"https?://|@import|url\(|<link|<script", source)
     assert "make it green" in page.text and "Reflection" in page.text
+
+
+def test_large_pictures_do_not_make_pages_of_megabytes(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    picture = Image.fromarray(noise).resize((512, 512))
+    path = write_report(tmp_path, 0, "generate", [make_card(image=picture)], [])
+    head, data = read_page(path).all("img")[0]["src"].split(",", 1)
+    shown = Image.open(io.BytesIO(base64.b64decode(data)))
+    assert (head, shown.size) == ("data:image/jpeg;base64", (512, 512))
+    assert np.abs(np.asarray(shown, float) - np.asarray(picture, float)).mean() < 4
+    png = io.BytesIO()
+    picture.save(png, format="PNG")
+    assert path.stat().st_size < len(png.getvalue()) / 4
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "P", "L", "CMYK", "I;16", "F"])
