@@ -11,6 +11,7 @@ Shape letters: M rows, K inner, N outputs.
 
 import logging
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from modeling.bagel.context import INVARIANT_ROWS
-from modeling.bagel.fused_ops import EXACT, is_hopper, silu_mul, silu_times
+from modeling.bagel.fused_ops import EXACT, is_hopper, num_blocks, silu_mul, silu_times
 from modeling.bagel.layers import is_capturing
 
 ROW_BLOCK, OUT_BLOCK, INNER_BLOCK = 128, 128, 64
@@ -224,6 +225,7 @@ def _has_cublas_bits(
     return _checked[key]
 
 
+@cache
 def _num_programs(device: torch.device) -> int:
     """As many as run at once: a tile's memory leaves room for one on a multiprocessor."""
     if device.type != "cuda":
@@ -313,7 +315,7 @@ def _share_tiles(num_rows: int, size: int, device: torch.device) -> tuple[int, i
 
 
 def _num_tiles(num_rows: int, size: int, width: int) -> int:
-    return triton.cdiv(num_rows, ROW_BLOCK) * triton.cdiv(size, width)
+    return num_blocks(num_rows, ROW_BLOCK) * num_blocks(size, width)
 
 
 def _tiling() -> dict[str, object]:

@@ -454,13 +454,13 @@ def many_row_linears() -> None:
     near = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
     many_rows.GROUP = 2
     for rows, size, inner, programs, shares in (
-        (130, 600, 80, 4, (4, 2)),
-        (130, 600, 80, 5, (5, 1)),
-        (130, 600, 96, 3, (6, 0)),
-        (130, 600, 80, 7, (6, 0)),  # too many left over to cut them
-        (130, 600, 80, 12, (0, 6)),
-        (650, 264, 16, 5, (10, 2)),  # more groups of rows than one, the last of them smaller
-        (1, 8, 64, 1, (1, 0)),
+        (130, 592, 80, 4, (4, 2)),
+        (130, 592, 80, 5, (5, 1)),
+        (130, 592, 96, 3, (6, 0)),
+        (130, 592, 80, 7, (6, 0)),  # too many left over to cut them
+        (130, 592, 80, 12, (0, 6)),
+        (650, 272, 16, 5, (10, 2)),  # more groups of rows than one, the last of them smaller
+        (1, 16, 64, 1, (1, 0)),
         (129, 256, 64, 132, (0, 2)),
     ):
         many_rows._num_programs = lambda device, programs=programs: programs
