@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from modeling.bagel.few_rows import SPLIT_TILE, split_size
-from modeling.bagel.fused_ops import is_hopper
+from modeling.bagel.fused_ops import is_hopper, power_of_2
 from modeling.bagel.layers import is_capturing
 
 MAX_SPLITS, DRAWS, MAX_ALIGNMENT = 16, 24, 256
@@ -69,7 +69,7 @@ def split_product(x: Tensor, weight: Tensor, bias: Tensor | None, splits: int) -
         inner,
         N_BLOCK=16,
         K_BLOCK=SPLIT_TILE,
-        ROWS=max(16, triton.next_power_of_2(num_rows)),
+        ROWS=max(16, power_of_2(num_rows)),
         num_warps=1,
     )
     return out

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from modeling.bagel.fused_ops import power_of_2
 from modeling.bagel.sampling import MAX_NUCLEUS_CANDIDATES, SamplingConfig, sample_tokens
 
 CHUNK, NUM_CHUNKS = 1024, 64
@@ -119,7 +120,7 @@ def draw_tokens(
         count,
         config.temperature,
         config.top_p,
-        BLOCK=triton.next_power_of_2(count),
+        BLOCK=power_of_2(count),
         NUM_CHUNKS=NUM_CHUNKS,
         num_warps=4,
     )

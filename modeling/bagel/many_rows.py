@@ -160,11 +160,10 @@ def fits_swiglu(x: Tensor, gate: Tensor, up: Tensor) -> bool:
     """Whether `swiglu` takes rows [M, K] and two weights [N, K], and gives the bits of cuBLAS."""
     if not _fits(x, gate, up) or not 0 < abs(up.data_ptr() - gate.data_ptr()) < MAX_STRIDE:
         return False
-    some = x[:CHECKED_ROWS]
     return _has_cublas_bits(
         ("gate and up products", x.device, *gate.shape),
-        lambda: swiglu(some, gate, up),
-        lambda: silu_mul(F.linear(some, gate), F.linear(some, up)),
+        lambda: swiglu(x[:CHECKED_ROWS], gate, up),
+        lambda: silu_mul(*(F.linear(x[:CHECKED_ROWS], weight) for weight in (gate, up))),
     )
 
 
