@@ -96,6 +96,10 @@ def read_metrics(run_dir: Path) -> list[dict[str, Value]]:
     return [row for _, row in _rows(path)] if path.exists() else []
 
 
+Mark = float | torch.cuda.Event
+"""A moment: seconds of the host's clock, or where a GPU's stream stood."""
+
+
 class PhaseTimer:
     """Seconds by phase: `with timer.phase("decode"): ...`.
 
@@ -146,15 +150,12 @@ class PhaseTimer:
         self._ended.clear()
         self._seconds.clear()
 
-    def _mark(self) -> "Mark":
+    def _mark(self) -> Mark:
         if not self._on_device:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-
-Mark = float | torch.cuda.Event
 
 
 def _between(start: Mark, end: Mark) -> float:

@@ -159,10 +159,9 @@ class RolloutController:
         is_any_edited = len(declined) < len(images)
         pictures = self.decode_pictures(flow.latents, grid) if is_any_edited else images
         samples = []
-        for thought, operation, picture, original in zip(
-            thoughts, operations, pictures, images, strict=True
-        ):
-            picture = original if says_no_edit(operation) else picture
+        parts = zip(thoughts, operations, pictures, images, strict=True)
+        for i, (thought, operation, picture, original) in enumerate(parts):
+            picture = original if i in declined else picture
             samples.append(self._sample(thought, picture, True, operation))
         return samples, flow, conditions
 
