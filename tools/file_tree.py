@@ -10,7 +10,8 @@ ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 BEGIN, END = "<!-- file tree: begin -->", "<!-- file tree: end -->"
 FOLDERS = ("modeling", "train", "data", "scripts", "tools", "validation", "docs")
-SUFFIXES = (".py", ".sh", ".sbatch")
+COMMENTS = {".sh": "# ", ".sbatch": "# ", ".cu": "// ", ".cuh": "// "}
+SUFFIXES = (".py", *COMMENTS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,17 +54,18 @@ def render_tree(root: Path) -> str:
 
 
 def describe(path: Path) -> str:
-    """The first line of a Python file's docstring, or of a script's comment."""
+    """The first line of a Python file's docstring, or of another file's comment."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         docstring = ast.get_docstring(ast.parse(text))
         if not docstring:
             raise ValueError(f"{path} does not say in a docstring what it does")
         return docstring.splitlines()[0]
-    comments = [line for line in text.splitlines() if line.startswith("# ")]
+    mark = COMMENTS[path.suffix]
+    comments = [line for line in text.splitlines() if line.startswith(mark)]
     if not comments:
         raise ValueError(f"{path} does not say in a comment what it does")
-    return comments[0][2:]
+    return comments[0][len(mark) :]
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from modeling.bagel.fused_ops import (
     silu_mul,
 )
 from modeling.bagel.qwen2_navit import GEN, Decoder, DecoderLayer, ExpertOrder, Rotary
+from modeling.bagel.text_layers import TextLayers, is_text_turn
 
 SIDE_BY_SIDE_ROWS = 64
 """Up to so many rows a projection is too small to fill the GPU alone."""
@@ -59,6 +60,9 @@ class FusedStack:
     def __init__(self, side_by_side: bool, is_fast: bool = False):
         self._streams = [torch.cuda.Stream() for _ in range(3)] if side_by_side else []
         self.is_fast = is_fast
+        self._turns = TextLayers()
+        # Turns in one launch are exact in both grades, and compared with this.
+        self._exact = FusedStack(side_by_side=False) if is_fast else self
 
     def run(
         self,
@@ -73,6 +77,28 @@ class FusedStack:
 
         Rows that are not wanted end with their keys and values of the last layer.
         """
+        if is_text_turn(experts, append):
+            splits = _turn_splits(decoder, experts.num_und)
+            if splits is not None:
+                by_parts = partial(
+                    self._exact.run_parts, decoder, experts=experts, rotary=rotary, append=append
+                )
+                rows = x.contiguous()
+                normed = self._turns.run(decoder, rows, rotary, *append.runs, splits, by_parts)
+                if normed is not None:
+                    return normed
+        return self.run_parts(decoder, x, experts, rotary, append, wanted)
+
+    def run_parts(
+        self,
+        decoder: Decoder,
+        x: Tensor,
+        experts: ExpertOrder,
+        rotary: Rotary,
+        append: CacheAppend,
+        wanted: Wanted = Wanted.ALL,
+    ) -> Tensor:
+        """`run` by a kernel or more for each operator."""
         shared = _Pass(decoder, x, rotary)
         und_spans, gen_spans = _spans(append, experts)
         und = self._und_parts(shared, und_spans)
@@ -136,7 +162,7 @@ def _num_rows(spans: list[Span]) -> int:
 def _fits_few(decoder: Decoder, suffix: str, num_rows: int) -> bool:
     """Whether all products of that many rows of an expert have kernels of few rows."""
     # By sizes and type, which all layers share.
-    linears = _linears(decoder.layers[0], suffix)
+    linears = decoder.layers[0].linears(suffix)
     return all(few_rows.fits(num_rows, linear.weight) for linear in linears)
 
 
@@ -144,17 +170,22 @@ def _find_order(
     decoder: Decoder, suffix: str, num_rows: int
 ) -> dict[torch.nn.Linear, int] | None:
     """The splits of all products of that many rows of an expert, if there are kernels for them."""
-    layers = [_linears(layer, suffix) for layer in decoder.layers]
+    layers = [layer.linears(suffix) for layer in decoder.layers]
     splits = {linear: splits_of(num_rows, linear) for layer in layers for linear in layer}
     has_kernels = all(few_rows.fits_splits(*map(splits.get, layer)) for layer in layers)
     return splits if has_kernels else None
 
 
-def _linears(layer: DecoderLayer, suffix: str) -> list[torch.nn.Linear]:
-    """All linear layers of one expert: q, k, v, o, gate, up, down."""
-    heads = [getattr(layer.self_attn, f"{name}_proj{suffix}") for name in "qkvo"]
-    mlp = getattr(layer, "mlp" + suffix)
-    return [*heads, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+def _turn_splits(decoder: Decoder, num_rows: int) -> int | None:
+    """The splits of down where turns of that many rows fit `TextLayers`: two of all attention's."""
+    splits = _find_order(decoder, "", num_rows)
+    if splits is None:
+        return None
+    found = {tuple(splits[linear] for linear in layer.linears()) for layer in decoder.layers}
+    if len(found) > 1:
+        return None
+    *attention, _, _, down = found.pop()
+    return down if set(attention) == {2} else None
 
 
 def _spans(append: CacheAppend, experts: ExpertOrder) -> tuple[list[Span], list[Span]]:

@@ -155,6 +155,12 @@ class DecoderLayer(nn.Module):
                 norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
                 self.add_module(name + suffix, norm)
 
+    def linears(self, suffix: str = "") -> list[nn.Linear]:
+        """All linear layers of one expert: q, k, v, o, gate, up, down."""
+        heads = [getattr(self.self_attn, f"{name}_proj{suffix}") for name in "qkvo"]
+        mlp = getattr(self, "mlp" + suffix)
+        return [*heads, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+
     def forward(self, x: Tensor, experts: ExpertOrder, rotary: Rotary, attend: Attend) -> Tensor:
         """The learner's entry: hooks of FSDP2 gather this layer's weights around it."""
         if self.checkpoint_activations and torch.is_grad_enabled():

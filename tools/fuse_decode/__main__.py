@@ -3,9 +3,10 @@
 import sys
 
 from tools.operator_check import main
+from tools.turn_cases import turn_cases
 
 ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 63, 197, 228)
 TIMED_ROWS = (1, 4, 228)
 
 if __name__ == "__main__":
-    sys.exit(main(__doc__, ROWS, TIMED_ROWS))
+    sys.exit(main(__doc__, ROWS, TIMED_ROWS, turn_cases))

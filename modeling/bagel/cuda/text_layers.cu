@@ -1,0 +1,254 @@
+// All decoder layers over one text token of each of a few sequences, in one launch.
+//
+// One block a multiprocessor, all at work until the end. A layer is five phases with a barrier over
+// the grid between them: q, k and v; attention; its own projection; gate and up; down. Weights do
+// not wait for the barriers: every warp has a ring of slots in shared memory and keeps asking for
+// the weights it will multiply next, also those of phases to come.
+//
+// Every value has the bits of the kernels one by one (fused_ops.py, few_rows.py and
+// fused_attention.py): the same order of sums, the same points of rounding, the same instructions
+// where these round differently. Without fused multiply-adds but where said; next to no spills:
+// shared memory leaves next to no first-level cache to spill to.
+//
+// Sizes come as macros, see text_layers.py. Numbers are bf16 where they are u16.
+
+#include "attention.cuh"
+#include "rows.cuh"
+#include "weights.cuh"
+
+// A lane's place in a product's result: a row, and two outputs of a tile.
+struct Place {
+  int row, outputs;
+};
+
+// Waits until all blocks have come here `count` times. The last thread of the block speaks for it:
+// a release waits for the loads of its warp, and that warp has none under way.
+__device__ __forceinline__ void wait_for_all(u32* counter, u32 count) {
+  if (threadIdx.x == THREADS - 1) {
+    u32 ended;
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+    do {
+      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(ended) : "l"(counter) : "memory");
+    } while (ended < count);
+  }
+  __syncthreads();
+}
+
+// What a layer's norms multiply with, which does not depend on other blocks.
+__device__ __forceinline__ void load_norms(Shared& shared, const Layer& layer, int phase, int warp,
+                                           int lane) {
+  const uint4* from = (const uint4*)(phase == PROJECT ? layer.norm : layer.mlp_norm);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < HIDDEN / 8; i += THREADS) shared.norm[i] = __ldg(from + i);
+  if (phase == PROJECT && warp < 2)
+    shared.head_norms[warp][lane] =
+        __ldg((const uint2*)(warp == 0 ? layer.q_norm : layer.k_norm) + lane);
+}
+
+// Stores q, k or v.
+__device__ __forceinline__ void end_heads(const Work& work, const Unit& unit, Place place, float lo,
+                                          float hi, u32 bias) {
+  const int row = place.row;
+  u16* to = work.heads + (unit.matrix == Q   ? row * Q_SIZE
+                          : unit.matrix == K ? ROWS * Q_SIZE + row * KV_SIZE
+                                             : ROWS * (Q_SIZE + KV_SIZE) + row * KV_SIZE);
+  if (row < ROWS)
+    *(u32*)(to + unit.row + place.outputs) =
+        narrow(__fadd_rn(lo, low(bias)), __fadd_rn(hi, high(bias)));
+}
+
+// Adds a product, rounded first, to two numbers of the residual stream.
+__device__ __forceinline__ void end_sum(const Work& work, int out, Place place, float lo, float hi,
+                                        u32 addend) {
+  if (place.row < ROWS) {
+    const u32 sum = narrow(lo, hi);
+    __stcg((u32*)(work.x + place.row * HIDDEN + out),
+           narrow(__fadd_rn(low(addend), low(sum)), __fadd_rn(high(addend), high(sum))));
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    text_layers(const __grid_constant__ Work work) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  Shared& shared = *(Shared*)memory;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const u32 first_down = down_first(blockIdx.x), end_down = down_first(blockIdx.x + 1);
+  for (int i = threadIdx.x; i < ROWS * (H / 2); i += THREADS) {
+    const int from = i / (H / 2) * H + i % (H / 2);
+    shared.cosines[0][i] = __ldg(work.cosines + from);
+    shared.sines[0][i] = __ldg(work.sines + from);
+  }
+  if (threadIdx.x < ROWS) {
+    shared.places[threadIdx.x] = __ldg(work.places + threadIdx.x);
+    shared.starts[threadIdx.x] = __ldg(work.starts + threadIdx.x);
+    shared.used[threadIdx.x] = (int)__ldg(work.used + threadIdx.x);
+  }
+
+  const u32 ring = address(shared.rings[warp]);
+  const int chunk = lane & 7, chunk_row = lane >> 3;
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  Loader loader = {
+      work,
+      ring + chunk_row * (BOX * 2) + ((chunk ^ chunk_row) << 4),
+      first_down,
+      end_down,
+      warp,
+      lane,
+      policy,
+      {0, 0, 0, nullptr, 0, 0, SLOTS},
+  };
+  loader.begin_unit();
+  loader.fill();
+
+  const Place place = {lane >> 2, (lane & 3) * 2};
+  const int row = warp / ROW_WARPS, row_thread = warp % ROW_WARPS * 32 + lane;
+  u32 slot = 0, all_ended = 0;
+#pragma unroll 1
+  for (int step = 0; step < LAYERS * PHASES; step++) {
+    const Layer& layer = work.layers[step / PHASES];
+    const int phase = step % PHASES;
+    const bool is_normed = phase == PROJECT || phase == MLP_IN;
+    if (is_normed) load_norms(shared, layer, phase, warp, lane);
+    // A release waits for the loads of its warp: the last one, which announces the block, has none.
+    if (warp < WARPS - 1) loader.fill();
+    __syncthreads();
+    if (step > 0) {
+      all_ended += gridDim.x;
+      wait_for_all(work.counters + GRID_COUNTER, all_ended);
+    }
+
+    if (phase == ATTEND) {
+      const int group = warp / GROUP_WARPS;
+      Item item;
+#pragma unroll 1
+      for (int at = blockIdx.x + gridDim.x * group; find_item(shared, at, item);
+           at += gridDim.x * GROUPS)
+        attend(work, layer, shared, item, shared.scratch[group], GROUP_BARRIER(group),
+               warp % GROUP_WARPS, lane);
+      loader.fill();
+      continue;
+    }
+
+    // The rows of the product into shared memory, and their norm.
+    const bool is_down = phase == MLP_OUT;
+    const int first_split = is_down ? first_down / (HIDDEN / TILE) : 0;
+    const int last_split = is_down ? (end_down - 1) / (HIDDEN / TILE) : 0;
+    const int chunks = (is_down ? DOWN_SPLIT : HIDDEN) / 8, pitch = chunks * 16 + 16;
+    const u16* from = is_down ? work.inner + row * INNER
+                              : (phase == ATTENDED ? work.attended : work.x) + row * HIDDEN;
+#pragma unroll 1
+    for (int split = first_split; split <= last_split; split++) {
+      const int limit = is_down ? min(DOWN_SPLIT, INNER - split * DOWN_SPLIT) / 8 : HIDDEN / 8;
+      const uint4* chunks_of = (const uint4*)(from + split * DOWN_SPLIT);
+      uint4* to = (uint4*)(shared.rows + ((split - first_split) * ROWS + row) * pitch);
+      uint4 loaded[MOST_CHUNKS];
+#pragma unroll
+      for (int i = 0; i < MOST_CHUNKS; i++) {
+        const int at = row_thread + i * ROW_THREADS;
+        loaded[i] = at < limit ? __ldcg(chunks_of + at) : make_uint4(0, 0, 0, 0);
+      }
+#pragma unroll
+      for (int i = 0; i < MOST_CHUNKS; i++)
+        if (row_thread + i * ROW_THREADS < limit) to[row_thread + i * ROW_THREADS] = loaded[i];
+      // Behind the rows, which would wait for the weights.
+      if (split == last_split) loader.fill();
+      if (is_normed) norm_row(shared, to, row, row_thread, lane, work);
+    }
+    Item item;
+    if (phase == PROJECT &&
+        find_item(shared, blockIdx.x + gridDim.x * (warp / GROUP_WARPS), item)) {
+      // What attention will read into the second-level cache: a position a thread.
+      const int key = item.split * SPLIT_KEYS + threadIdx.x % SPLIT_KEYS;
+      const i64 at = ((shared.starts[item.row] + key) * KV_HEADS + item.head) * H;
+      if (key < item.used - 1) {
+        prefetch(layer.keys + at);
+        prefetch(layer.keys + at + H / 2);
+        prefetch(layer.values + at);
+        prefetch(layer.values + at + H / 2);
+      }
+    }
+    __syncthreads();
+
+    const u32 rows_at =
+        address(shared.rows) + ((lane & 7) < ROWS ? lane & 7 : 0) * pitch + (lane >> 3) * 16;
+    Unit unit;
+#pragma unroll 1
+    for (int i = 0; find_unit(phase, i, warp, first_down, end_down, unit); i++) {
+      float acc[2] = {0, 0};
+      const int out = unit.tile * TILE + place.outputs;
+      u32 addend = 0;  // what the sum is added to, asked for early
+      if (place.row < ROWS) {
+        if (phase == PROJECT)
+          addend = __ldg((const u32*)(layer.biases[unit.matrix] + unit.row + place.outputs));
+        else if (phase != MLP_IN)
+          addend = __ldcg((const u32*)(work.x + place.row * HIDDEN + out));
+      }
+      u32 row_at = rows_at;
+      row_at += is_down ? (unit.split - first_split) * ROWS * pitch : unit.k * 2;
+#pragma unroll 1
+      for (int left = unit.length; left > 0; left -= 2 * BOX) {
+        asm volatile("cp.async.wait_group %0;" ::"n"(SLOTS - 1) : "memory");
+        __syncwarp();
+        Operands first, second;
+        first.load(ring + slot * SLOT_BYTES, row_at, lane);
+        second.load(ring + slot * SLOT_BYTES + BOX_BYTES, row_at + BOX * 2, lane);
+        row_at += 4 * BOX;
+        __syncwarp();
+        loader.ahead.free++;
+        // What belongs to later phases waits: others may still need the memory for this one.
+        if (loader.ahead.step == step)
+          loader.fill();
+        else
+          end_group();
+        slot = slot + 1 == SLOTS ? 0 : slot + 1;
+        first.multiply_into(acc);
+        if (left > BOX) second.multiply_into(acc);
+      }
+
+      float2 other = make_float2(0, 0);
+      if (!is_down) {
+        float2* handed = shared.handed[warp >> 1] + lane;
+        if (warp & 1) *handed = make_float2(acc[0], acc[1]);
+        sync_some(PAIR_BARRIER(warp >> 1), 64);
+        if (!(warp & 1)) other = *handed;
+        sync_some(PAIR_BARRIER(warp >> 1), 64);
+        if (warp & 1) continue;
+      }
+      float lo = __fadd_rn(acc[0], other.x), hi = __fadd_rn(acc[1], other.y);
+      if (phase == PROJECT) {
+        end_heads(work, unit, place, lo, hi, addend);
+        continue;
+      }
+      if (phase == MLP_IN) {
+        lo = silu_times(rounded(acc[0]), rounded(other.x));
+        hi = silu_times(rounded(acc[1]), rounded(other.y));
+        if (place.row < ROWS) *(u32*)(work.inner + place.row * INNER + out) = narrow(lo, hi);
+        continue;
+      }
+      if (is_down) {
+        const int size = ROWS * HIDDEN;
+        float* parts = work.down_parts + place.row * HIDDEN + out;
+        if (place.row < ROWS)
+          __stcg((float2*)(parts + unit.split * size), make_float2(acc[0], acc[1]));
+        __syncwarp();
+        u32 ended = 0;
+        if (lane == 0) ended = count_up(work.counters + DOWN_COUNTERS + unit.tile);
+        ended = __shfl_sync(0xffffffffu, ended, 0);
+        if ((ended + 1) % DOWN_SPLITS != 0) continue;
+        // The last split to end adds up all, in their order.
+        asm volatile("fence.acq_rel.gpu;" ::: "memory");
+        lo = hi = 0;
+        if (place.row < ROWS) {
+          float2 two[DOWN_SPLITS];
+#pragma unroll
+          for (int s = 0; s < DOWN_SPLITS; s++) two[s] = __ldcg((const float2*)(parts + s * size));
+#pragma unroll
+          for (int s = 0; s < DOWN_SPLITS; s++)
+            lo = __fadd_rn(lo, two[s].x), hi = __fadd_rn(hi, two[s].y);
+        }
+      }
+      end_sum(work, out, place, lo, hi, addend);
+    }
+  }
+}

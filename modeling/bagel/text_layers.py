@@ -1,0 +1,275 @@
+"""All layers of a text turn in one launch: one token of each of up to four sequences.
+
+The kernel (cuda/text_layers.cu) gives the bits of the kernels one by one. It is compiled for a
+model's sizes and a number of rows at first use, and compared once with them; where it cannot be
+compiled or has other bits it stays unused, with a warning. Shape letters: A rows, D hidden.
+"""
+
+import ctypes
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from modeling.bagel.cache import CacheAppend, CacheRun
+from modeling.bagel.cuda_source import CudaKernel, CudaSourceError, compile_source
+from modeling.bagel.few_rows import split_size
+from modeling.bagel.fused_attention import LOG2_E, SPLIT_KEYS
+from modeling.bagel.fused_ops import is_hopper, num_blocks, reduce_width, rms_norm
+from modeling.bagel.layers import is_capturing
+from modeling.bagel.qwen2_navit import Decoder, ExpertOrder, Rotary
+
+SOURCE = Path(__file__).parent / "cuda" / "text_layers.cu"
+ARCH = "sm_90a"
+MAX_ROWS = 4
+# As in the source: warps of a block, bytes of a slot of weights, queries of an attention part.
+WARPS, SLOT_BYTES, PART_QUERIES = 12, 2048, 8
+SHARED_BYTES = 232448
+"""What a block of compute capability 9 can have."""
+KEPT_BYTES = 6144
+"""Of them for all that is neither a slot nor a row nor of a norm."""
+MIN_SLOTS, MAX_SLOTS = 4, 7
+COUNTERS_BEFORE_TILES, TILE = 32, 8
+ALIGNMENT = 16
+NUM_MATRICES, NUM_BIASES = 7, 3
+logger = logging.getLogger("faster_r3")
+
+
+@dataclass(frozen=True)
+class TextSizes:
+    """What a kernel is compiled for."""
+
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    layers: int
+    rows: int
+    down_splits: int
+
+    @property
+    def down_split(self) -> int:
+        """Inner numbers of a split of down."""
+        return split_size(self.inner, self.down_splits)
+
+    @property
+    def row_bytes(self) -> int:
+        """Shared memory of the rows of a product: all of them, or two splits of each."""
+        return self.rows * max(2 * self.hidden + 16, 2 * (2 * self.down_split + 16))
+
+    @property
+    def slots(self) -> int:
+        """Slots of weights that a warp can have."""
+        norm_bytes = 2 * self.hidden + 4 * self.rows * reduce_width(self.rows, self.hidden)
+        free = SHARED_BYTES - KEPT_BYTES - self.row_bytes - norm_bytes
+        return min(MAX_SLOTS, free // (WARPS * SLOT_BYTES))
+
+    def macros(self) -> dict[str, int]:
+        """The macros of the source."""
+        return {
+            "HIDDEN": self.hidden,
+            "INNER": self.inner,
+            "HEADS": self.heads,
+            "KV_HEADS": self.kv_heads,
+            "LAYERS": self.layers,
+            "ROWS": self.rows,
+            "NORM_WIDTH": reduce_width(self.rows, self.hidden),
+            "ROWS_BYTES": self.row_bytes,
+            "SLOTS": self.slots,
+            "DOWN_SPLITS": self.down_splits,
+            "DOWN_SPLIT": self.down_split,
+            "SHARED_BYTES": SHARED_BYTES,
+            "WORK_BYTES": ctypes.sizeof(_work_type(self.layers)),
+        }
+
+    def unsupported(self) -> str | None:
+        """Why there is no kernel for these sizes; None if there is."""
+        if self.rows > MAX_ROWS:
+            return f"{self.rows} rows, expected up to {MAX_ROWS}"
+        if self.hidden != self.heads * 128 or self.heads >= 8 * self.kv_heads:
+            return f"{self.heads} heads of which {self.kv_heads} have keys, hidden {self.hidden}"
+        if self.hidden % 128 or self.inner % 64 or self.down_split > self.hidden:
+            return f"hidden {self.hidden}, inner {self.inner} in {self.down_splits} splits"
+        if self.slots < MIN_SLOTS:
+            return f"room for {self.slots} slots of weights, expected {MIN_SLOTS}"
+        return None
+
+
+def _work_type(num_layers: int) -> type[ctypes.Structure]:
+    """The kernel's argument; the source checks its size."""
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+
+    class Layer(ctypes.Structure):
+        _fields_ = [
+            ("weights", pointer * NUM_MATRICES),
+            ("biases", pointer * NUM_BIASES),
+            *((name, pointer) for name in ("norm", "mlp_norm", "q_norm", "k_norm")),
+            *((name, pointer) for name in ("keys", "values")),
+        ]
+
+    class Work(ctypes.Structure):
+        _fields_ = [
+            *((name, pointer) for name in ("x", "heads", "attended", "inner")),
+            *((name, pointer) for name in ("down_parts", "item_parts", "item_stats", "counters")),
+            *((name, pointer) for name in ("cosines", "sines", "places", "used", "starts")),
+            *((name, ctypes.c_float) for name in ("eps", "inverse_size", "scale")),
+            *((name, number) for name in ("max_splits", "rounds_early")),
+            ("layers", Layer * num_layers),
+        ]
+
+    return Work
+
+
+ByParts = Callable[[Tensor], Tensor]
+"""The same pass kernel by kernel, which may overwrite its x [A, D]: final-normed [A, D]."""
+
+
+class TextLayers:
+    """Runs text turns in one launch where that is possible and keeps the bits."""
+
+    def __init__(self) -> None:
+        self._kernels: dict[tuple, CudaKernel | None] = {}
+
+    def run(
+        self,
+        decoder: Decoder,
+        x: Tensor,
+        rotary: Rotary,
+        run: CacheRun,
+        down_splits: int,
+        by_parts: ByParts,
+    ) -> Tensor | None:
+        """Runs all layers over x [A, D], which is overwritten, and the final norm: [A, D].
+
+        `down_splits` is how cuBLAS cuts the product of the last projection; q, k, v and o it cuts
+        in two. None where there is no kernel; then x is as it was. The first run of a number of
+        rows is compared with `by_parts`, outside of graph captures.
+        """
+        config = decoder.config
+        sizes = TextSizes(
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.num_layers,
+            x.shape[0],
+            down_splits,
+        )
+        key = (sizes, x.device)
+        if key not in self._kernels:
+            if is_capturing(x.device):
+                return None
+            self._kernels[key] = self._find(sizes, decoder, x, rotary, run, by_parts)
+        kernel = self._kernels[key]
+        if kernel is None or not _is_aligned(decoder):
+            return None
+        return run_layers(kernel, sizes, decoder, x, rotary, run)
+
+    def _find(
+        self,
+        sizes: TextSizes,
+        decoder: Decoder,
+        x: Tensor,
+        rotary: Rotary,
+        run: CacheRun,
+        by_parts: ByParts,
+    ) -> CudaKernel | None:
+        """The kernel, if it can be had and has the bits of `by_parts`."""
+        if not is_hopper(x.device) or sizes.unsupported() or not _is_aligned(decoder):
+            return None
+        try:
+            kernel = compile_kernel(sizes)
+            expected = by_parts(x.clone())
+            found = run_layers(kernel, sizes, decoder, x.clone(), rotary, run)
+        except CudaSourceError as error:
+            logger.warning("text turns run kernel by kernel: %s", error)
+            return None
+        if not torch.equal(found, expected):
+            text = "text turns of %d rows run kernel by kernel: in one launch they have other bits"
+            logger.warning(text, sizes.rows)
+            return None
+        return kernel
+
+
+def is_text_turn(experts: ExpertOrder, append: CacheAppend) -> bool:
+    """Whether a pass is one text token of each of some sequences, of few enough for a kernel."""
+    if experts.num_gen or len(append.runs) != 1 or experts.num_und > MAX_ROWS:
+        return False
+    (run,) = append.runs
+    lengths = run.read.query_lengths
+    return run.eager_tokens == len(lengths) and set(lengths) == {1}
+
+
+def compile_kernel(sizes: TextSizes) -> CudaKernel:
+    """Compiles and loads the kernel for the current device.
+
+    Raises:
+        CudaSourceError: that is not possible.
+    """
+    cubin, _ = compile_source(SOURCE, sizes.macros(), ARCH)
+    return CudaKernel(cubin, "text_layers", WARPS * 32, SHARED_BYTES)
+
+
+def run_layers(
+    kernel: CudaKernel,
+    sizes: TextSizes,
+    decoder: Decoder,
+    x: Tensor,
+    rotary: Rotary,
+    run: CacheRun,
+) -> Tensor:
+    """All layers over x [A, D], in place, and the final norm; keys and values go into the cache."""
+    read, config = run.read, decoder.config
+    max_splits = num_blocks(run.cache.capacity, SPLIT_KEYS)
+    parts = sizes.rows * sizes.kv_heads * max_splits * PART_QUERIES
+    qkv = sizes.rows * (sizes.hidden + 2 * sizes.kv_heads * config.head_size)
+    counters = COUNTERS_BEFORE_TILES + sizes.hidden // TILE + sizes.rows * sizes.kv_heads
+    memory = {
+        "x": x,
+        "heads": x.new_empty(qkv),
+        "attended": torch.empty_like(x),
+        "inner": x.new_empty(sizes.rows, sizes.inner),
+        "down_parts": x.new_empty(sizes.down_splits, *x.shape, dtype=torch.float32),
+        "item_parts": x.new_empty(parts, config.head_size, dtype=torch.float32),
+        "item_stats": x.new_empty(parts, 2, dtype=torch.float32),
+        "counters": x.new_zeros(counters, dtype=torch.int32),
+        "cosines": rotary.cos,
+        "sines": rotary.sin,
+        "places": run.places,
+        "used": read.keys_used.long(),
+        "starts": read.key_starts,
+    }
+    work = _work_type(sizes.layers)()
+    for name, tensor in memory.items():
+        setattr(work, name, tensor.data_ptr())
+    work.eps = config.rms_norm_eps
+    work.inverse_size = 1 / sizes.hidden
+    work.scale = config.head_size**-0.5 * LOG2_E
+    work.max_splits = max_splits
+    work.rounds_early = rotary.rounding.und
+    for index, layer in enumerate(decoder.layers):
+        packed, attention = work.layers[index], layer.self_attn
+        linears = layer.linears()
+        packed.weights[:] = [linear.weight.data_ptr() for linear in linears]
+        packed.biases[:] = [linear.bias.data_ptr() for linear in linears[:NUM_BIASES]]
+        packed.norm = layer.input_layernorm.weight.data_ptr()
+        packed.mlp_norm = layer.post_attention_layernorm.weight.data_ptr()
+        packed.q_norm = attention.q_norm.weight.data_ptr()
+        packed.k_norm = attention.k_norm.weight.data_ptr()
+        packed.keys, packed.values = (part.data_ptr() for part in run.memory(index))
+    kernel.launch(work)
+    normed = torch.empty_like(x)
+    rms_norm(x, decoder.norm.weight, config.rms_norm_eps, normed)
+    return normed
+
+
+def _is_aligned(decoder: Decoder) -> bool:
+    """Whether all weights lie where copies of 16 bytes can read them."""
+    return all(
+        linear.weight.data_ptr() % ALIGNMENT == 0
+        for layer in decoder.layers
+        for linear in layer.linears()
+    )

@@ -1,0 +1,182 @@
+"""Text turns in one launch: the kernel compiles without spills, and is used where it may be."""
+
+import logging
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from modeling.bagel import text_layers
+from modeling.bagel.cache import CacheSpec, KvCache
+from modeling.bagel.config import LlmConfig
+from modeling.bagel.cuda_source import CudaSourceError, compile_source
+from modeling.bagel.qwen2_navit import Decoder, ExpertOrder, QkRounding
+from modeling.bagel.text_layers import SOURCE, TextLayers, TextSizes, is_text_turn
+
+SIZES = TextSizes(
+    hidden=3584, inner=18944, heads=28, kv_heads=4, layers=28, rows=4, down_splits=7
+)
+TINY = LlmConfig(256, 512, 2, 2, 1, vocab_size=32)
+
+
+def compile_for(sizes: TextSizes) -> str:
+    """The log of a compilation."""
+    try:
+        _, log = compile_source(SOURCE, sizes.macros(), text_layers.ARCH)
+    except CudaSourceError as error:
+        if "not found" in str(error) or "has no CUDA" in str(error):
+            pytest.skip(f"needs NVRTC: {error}")
+        raise
+    return log
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_the_kernel_compiles_for_the_real_sizes_and_spills_next_to_nothing(rows):
+    # What is spilled has no first-level cache to go to: with 200 bytes a turn took 20 % longer.
+    log = compile_for(replace(SIZES, rows=rows))
+    stack = int(re.search(r"(\d+) bytes stack frame", log).group(1))
+    assert stack <= 96
+    assert "Used 168 registers" in log
+
+
+def test_the_kernel_compiles_for_other_sizes():
+    compile_for(TextSizes(256, 512, 2, 1, 2, 2, 2))
+
+
+def test_a_structure_that_is_packed_otherwise_does_not_compile():
+    macros = SIZES.macros()
+    macros["WORK_BYTES"] += 8
+    compile_for(SIZES)
+    with pytest.raises(CudaSourceError, match="as packed by"):
+        compile_source(SOURCE, macros, text_layers.ARCH)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"rows": 5}, "5 rows"),
+        ({"heads": 27}, "27 heads"),
+        ({"heads": 28, "kv_heads": 3}, "28 heads of which 3"),
+        ({"inner": 18950}, "inner 18950"),
+        ({"down_splits": 3}, "in 3 splits"),
+        ({"hidden": 12288, "heads": 96, "kv_heads": 24, "down_splits": 2}, "slots"),
+    ],
+)
+def test_sizes_without_a_kernel_say_why(changes, reason):
+    found = replace(SIZES, **changes).unsupported()
+    assert found is None if reason is None else reason in found
+
+
+def turn(rows: int, length: int = 1):
+    """A decoder, a cache with something in it, and a planned append."""
+    torch.manual_seed(0)
+    decoder = Decoder(TINY)
+    spec = CacheSpec(TINY, rows, 16, torch.device("cpu"), torch.float32)
+    cache = KvCache.zeros(spec)
+    cache.lengths = [3] * rows
+    append = cache.append(list(range(rows)), [length] * rows, causal=True)
+    experts = ExpertOrder(rows * length, 0, None, None)
+    rotary = decoder.rotary(torch.full((rows * length,), 3), experts, QkRounding())
+    return decoder, experts, append, rotary
+
+
+def test_a_text_turn_is_one_token_of_each_of_few_rows():
+    def found(rows: int, length: int = 1) -> bool:
+        _, experts, append, _ = turn(rows, length)
+        return is_text_turn(experts, append)
+
+    assert found(1) and found(4)
+    assert not found(5)
+    assert not found(2, length=2)
+
+
+def test_tokens_of_an_image_are_no_text_turn():
+    _, _, append, _ = turn(2)
+    assert not is_text_turn(ExpertOrder(1, 1, None, None), append)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Lets a run on the CPU pass for one on a GPU; returns what will be compiled and run."""
+    calls = []
+
+    class Plan:
+        error: CudaSourceError | None = None
+        offset = 0.0
+
+    def compile_kernel(sizes):
+        calls.append(sizes)
+        if Plan.error is not None:
+            raise Plan.error
+        return object()
+
+    def run_layers(kernel, sizes, decoder, x, rotary, run):
+        return x + 1 + Plan.offset
+
+    monkeypatch.setattr(text_layers, "is_hopper", lambda device: True)
+    monkeypatch.setattr(text_layers, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(text_layers, "run_layers", run_layers)
+    Plan.calls = calls
+    return Plan
+
+
+def run_turn(layers: TextLayers, by_parts=lambda x: x + 1, rows: int = 2):
+    decoder, _, append, rotary = turn(rows)
+    x = torch.ones(rows, TINY.hidden_size)
+    return layers.run(decoder, x, rotary, *append.runs, 2, by_parts)
+
+
+def test_a_kernel_with_the_same_bits_is_compared_once_and_used(on_hopper):
+    layers, compared = TextLayers(), []
+
+    def by_parts(x):
+        compared.append(x)
+        return x.add_(1)
+
+    for _ in range(3):
+        assert torch.equal(run_turn(layers, by_parts), torch.full((2, 256), 2.0))
+    assert len(compared) == 1
+    assert len(on_hopper.calls) == 1
+    assert run_turn(layers, by_parts, rows=3) is not None
+    assert len(compared) == 2
+
+
+def test_a_kernel_with_other_bits_is_left_alone_with_a_warning(on_hopper, caplog):
+    on_hopper.offset = 2**-20
+    layers = TextLayers()
+    with caplog.at_level(logging.WARNING, logger="faster_r3"):
+        assert run_turn(layers) is None
+        assert run_turn(layers) is None
+    assert len(on_hopper.calls) == 1
+    assert ["other bits" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_kernel_that_cannot_be_had_is_tried_once_with_a_warning(on_hopper, caplog):
+    on_hopper.error = CudaSourceError("libnvrtc.so.13 is not found")
+    layers = TextLayers()
+    with caplog.at_level(logging.WARNING, logger="faster_r3"):
+        assert run_turn(layers) is None
+        assert run_turn(layers) is None
+    assert len(on_hopper.calls) == 1
+    (record,) = caplog.records
+    assert "kernel by kernel: libnvrtc.so.13 is not found" in record.getMessage()
+
+
+def test_weights_that_copies_cannot_read_are_left_to_other_kernels(on_hopper):
+    layers = TextLayers()
+    decoder, _, append, rotary = turn(2)
+    weight = decoder.layers[1].mlp.up_proj.weight
+    odd = torch.zeros(weight.numel() + 1)[1:].view_as(weight)
+    decoder.layers[1].mlp.up_proj.weight = torch.nn.Parameter(odd)
+    x = torch.ones(2, TINY.hidden_size)
+    assert layers.run(decoder, x, rotary, *append.runs, 2, lambda x: x + 1) is None
+
+
+def test_no_kernel_is_looked_for_inside_a_capture(on_hopper, monkeypatch):
+    monkeypatch.setattr(text_layers, "is_capturing", lambda device: True)
+    layers = TextLayers()
+    assert run_turn(layers) is None
+    monkeypatch.setattr(text_layers, "is_capturing", lambda device: False)
+    assert run_turn(layers) is not None
