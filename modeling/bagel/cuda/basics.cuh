@@ -32,6 +32,10 @@ __device__ __forceinline__ float rsqrt_of(float x) {
   asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+__device__ __forceinline__ unsigned char* block_memory() {
+  extern __shared__ __align__(128) unsigned char memory[];
+  return memory;
+}
 __device__ __forceinline__ u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ void sync_some(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
@@ -44,6 +48,20 @@ __device__ __forceinline__ u32 count_up(u32* counter) {
                : "memory");
   return before;
 }
+__device__ __forceinline__ void announce(u32* counter) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+__device__ __forceinline__ u32 seen(u32* counter) {
+  u32 count;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
+  return count;
+}
+__device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+__device__ __forceinline__ u64 evict_first() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
 __device__ __forceinline__ void copy16(u32 to, const u16* from, u64 policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "l"(policy)
@@ -54,6 +72,10 @@ __device__ __forceinline__ void prefetch(const u16* at) {
 }
 __device__ __forceinline__ void end_group() {
   asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int NUM_LEFT>
+__device__ __forceinline__ void wait_for_groups() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(NUM_LEFT) : "memory");
 }
 __device__ __forceinline__ void load_matrices(u32 at, u32* to) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"

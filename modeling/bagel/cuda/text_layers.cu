@@ -25,11 +25,9 @@ struct Place {
 // a release waits for the loads of its warp, and that warp has none under way.
 __device__ __forceinline__ void wait_for_all(u32* counter, u32 count) {
   if (threadIdx.x == THREADS - 1) {
-    u32 ended;
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
-    do {
-      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(ended) : "l"(counter) : "memory");
-    } while (ended < count);
+    announce(counter);
+    while (seen(counter) < count) {
+    }
   }
   __syncthreads();
 }
@@ -69,8 +67,7 @@ __device__ __forceinline__ void end_sum(const Work& work, int out, Place place, 
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     text_layers(const __grid_constant__ Work work) {
-  extern __shared__ __align__(128) unsigned char memory[];
-  Shared& shared = *(Shared*)memory;
+  Shared& shared = *(Shared*)block_memory();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const u32 first_down = down_first(blockIdx.x), end_down = down_first(blockIdx.x + 1);
   for (int i = threadIdx.x; i < ROWS * (H / 2); i += THREADS) {
@@ -86,8 +83,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   const u32 ring = address(shared.rings[warp]);
   const int chunk = lane & 7, chunk_row = lane >> 3;
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   Loader loader = {
       work,
       ring + chunk_row * (BOX * 2) + ((chunk ^ chunk_row) << 4),
@@ -95,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       end_down,
       warp,
       lane,
-      policy,
+      evict_first(),
       {0, 0, 0, nullptr, 0, 0, SLOTS},
   };
   loader.begin_unit();
@@ -188,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       row_at += is_down ? (unit.split - first_split) * ROWS * pitch : unit.k * 2;
 #pragma unroll 1
       for (int left = unit.length; left > 0; left -= 2 * BOX) {
-        asm volatile("cp.async.wait_group %0;" ::"n"(SLOTS - 1) : "memory");
+        wait_for_groups<SLOTS - 1>();
         __syncwarp();
         Operands first, second;
         first.load(ring + slot * SLOT_BYTES, row_at, lane);
@@ -237,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         ended = __shfl_sync(0xffffffffu, ended, 0);
         if ((ended + 1) % DOWN_SPLITS != 0) continue;
         // The last split to end adds up all, in their order.
-        asm volatile("fence.acq_rel.gpu;" ::: "memory");
+        fence();
         lo = hi = 0;
         if (place.row < ROWS) {
           float2 two[DOWN_SPLITS];

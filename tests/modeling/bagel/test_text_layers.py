@@ -3,6 +3,7 @@
 import logging
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,12 +106,13 @@ def on_hopper(monkeypatch):
     class Plan:
         error: CudaSourceError | None = None
         offset = 0.0
+        num_blocks = 132
 
     def compile_kernel(sizes):
         calls.append(sizes)
         if Plan.error is not None:
             raise Plan.error
-        return object()
+        return SimpleNamespace(num_blocks=Plan.num_blocks)
 
     def run_layers(kernel, sizes, decoder, x, rotary, run):
         return x + 1 + Plan.offset
@@ -162,6 +164,11 @@ def test_a_kernel_that_cannot_be_had_is_tried_once_with_a_warning(on_hopper, cap
     assert len(on_hopper.calls) == 1
     (record,) = caplog.records
     assert "kernel by kernel: libnvrtc.so.13 is not found" in record.getMessage()
+
+
+def test_a_gpu_of_fewer_multiprocessors_than_splits_has_no_kernel(on_hopper):
+    on_hopper.num_blocks = 1
+    assert run_turn(TextLayers()) is None
 
 
 def test_weights_that_copies_cannot_read_are_left_to_other_kernels(on_hopper):
