@@ -13,7 +13,7 @@ from modeling.bagel.cublas_order import splits_of
 from modeling.bagel.cuda_source import CudaKernel
 from modeling.bagel.fused_ops import is_hopper
 from modeling.bagel.qwen2_navit import Decoder, ExpertOrder, QkRounding
-from modeling.bagel.text_layers import TextSizes, compile_kernel, run_layers
+from modeling.bagel.text_layers import TextPass, TextSizes, compile_kernel, run_layers
 from tools.operator_cases import HEADS, HIDDEN, KV_HEADS, MLP, Case, draw
 
 LAYERS, CAPACITY = 2, 2304
@@ -83,7 +83,8 @@ def turn_case(
         append = cache.append(rows, [1] * sizes.rows, causal=True)
         if in_one_launch:
             (part,) = append.runs
-            hidden = run_layers(kernel, sizes, decoder, x.clone(), rotary, part)
+            turn = TextPass(decoder, x.clone(), rotary, part)
+            hidden = run_layers(kernel, sizes, turn)
         else:
             hidden = EagerStack().run(decoder, x.clone(), experts, rotary, append)
         return [hidden, *copies]
@@ -98,5 +99,5 @@ def turn_case(
         partial(run, True),
         partial(run, False),
         sum(linear.weight.nbytes for linear in linears),
-        kernel=lambda: run_layers(kernel, sizes, decoder, x.clone(), rotary, part),
+        kernel=lambda: run_layers(kernel, sizes, TextPass(decoder, x.clone(), rotary, part)),
     )

@@ -25,7 +25,7 @@ from modeling.bagel.fused_ops import (
     silu_mul,
 )
 from modeling.bagel.qwen2_navit import GEN, Decoder, DecoderLayer, ExpertOrder, Rotary
-from modeling.bagel.text_layers import TextLayers, is_text_turn
+from modeling.bagel.text_layers import TextLayers, TextPass, is_text_turn
 
 SIDE_BY_SIDE_ROWS = 64
 """Up to so many rows a projection is too small to fill the GPU alone."""
@@ -80,11 +80,12 @@ class FusedStack:
         if is_text_turn(experts, append):
             splits = _turn_splits(decoder, experts.num_und)
             if splits is not None:
-                by_parts = partial(
-                    self._exact.run_parts, decoder, experts=experts, rotary=rotary, append=append
-                )
-                rows = x.contiguous()
-                normed = self._turns.run(decoder, rows, rotary, *append.runs, splits, by_parts)
+
+                def by_parts(turn: TextPass) -> Tensor:
+                    return self._exact.run_parts(decoder, turn.x, experts, rotary, append)
+
+                turn = TextPass(decoder, x.contiguous(), rotary, *append.runs)
+                normed = self._turns.run(turn, splits, by_parts)
                 if normed is not None:
                     return normed
         return self.run_parts(decoder, x, experts, rotary, append, wanted)

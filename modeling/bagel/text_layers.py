@@ -8,7 +8,8 @@ compiled or has other bits it stays unused, with a warning. Shape letters: A row
 import ctypes
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from modeling.bagel.few_rows import split_size
 from modeling.bagel.fused_attention import LOG2_E, SPLIT_KEYS
 from modeling.bagel.fused_ops import is_hopper, num_blocks, reduce_width, rms_norm
 from modeling.bagel.layers import is_capturing
-from modeling.bagel.qwen2_navit import Decoder, ExpertOrder, Rotary
+from modeling.bagel.qwen2_navit import Decoder, DecoderLayer, ExpertOrder, Rotary
 
 SOURCE = Path(__file__).parent / "cuda" / "text_layers.cu"
 ARCH = "sm_90a"
@@ -98,6 +99,7 @@ class TextSizes:
         return None
 
 
+@cache
 def _work_type(num_layers: int) -> type[ctypes.Structure]:
     """The kernel's argument; the source checks its size."""
     pointer, number = ctypes.c_void_p, ctypes.c_int
@@ -123,8 +125,35 @@ def _work_type(num_layers: int) -> type[ctypes.Structure]:
     return Work
 
 
-ByParts = Callable[[Tensor], Tensor]
-"""The same pass kernel by kernel, which may overwrite its x [A, D]: final-normed [A, D]."""
+@dataclass(frozen=True)
+class TextPass:
+    """One token of each of A sequences on its way through the layers."""
+
+    decoder: Decoder
+    x: Tensor  # [A, D], contiguous, which may be overwritten
+    rotary: Rotary
+    run: CacheRun
+
+    def sizes(self, down_splits: int) -> TextSizes:
+        """What a kernel for this pass is compiled for."""
+        config = self.decoder.config
+        return TextSizes(
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.num_layers,
+            self.x.shape[0],
+            down_splits,
+        )
+
+    def again(self) -> "TextPass":
+        """The same pass on rows of its own."""
+        return replace(self, x=self.x.clone())
+
+
+ByParts = Callable[[TextPass], Tensor]
+"""A pass kernel by kernel: [A, D], final-normed."""
 
 
 class TextLayers:
@@ -133,59 +162,34 @@ class TextLayers:
     def __init__(self) -> None:
         self._kernels: dict[tuple, CudaKernel | None] = {}
 
-    def run(
-        self,
-        decoder: Decoder,
-        x: Tensor,
-        rotary: Rotary,
-        run: CacheRun,
-        down_splits: int,
-        by_parts: ByParts,
-    ) -> Tensor | None:
-        """Runs all layers over x [A, D], which is overwritten, and the final norm: [A, D].
+    def run(self, turn: TextPass, down_splits: int, by_parts: ByParts) -> Tensor | None:
+        """Runs all layers and the final norm: [A, D].
 
         `down_splits` is how cuBLAS cuts the product of the last projection; q, k, v and o it cuts
-        in two. None where there is no kernel; then x is as it was. The first run of a number of
-        rows is compared with `by_parts`, outside of graph captures.
+        in two. None where there is no kernel; then `turn.x` is as it was. The first pass of a
+        number of rows is compared with `by_parts`, outside of graph captures.
         """
-        config = decoder.config
-        sizes = TextSizes(
-            config.hidden_size,
-            config.intermediate_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.num_layers,
-            x.shape[0],
-            down_splits,
-        )
-        key = (sizes, x.device)
+        sizes = turn.sizes(down_splits)
+        key = (sizes, turn.x.device)
         if key not in self._kernels:
-            if is_capturing(x.device):
+            if is_capturing(turn.x.device):
                 return None
-            self._kernels[key] = self._find(sizes, decoder, x, rotary, run, by_parts)
+            self._kernels[key] = self._find(sizes, turn, by_parts)
         kernel = self._kernels[key]
-        if kernel is None or not _is_aligned(decoder):
+        if kernel is None or not _is_aligned(turn.decoder):
             return None
-        return run_layers(kernel, sizes, decoder, x, rotary, run)
+        return run_layers(kernel, sizes, turn)
 
-    def _find(
-        self,
-        sizes: TextSizes,
-        decoder: Decoder,
-        x: Tensor,
-        rotary: Rotary,
-        run: CacheRun,
-        by_parts: ByParts,
-    ) -> CudaKernel | None:
+    def _find(self, sizes: TextSizes, turn: TextPass, by_parts: ByParts) -> CudaKernel | None:
         """The kernel, if it can be had and has the bits of `by_parts`."""
-        if not is_hopper(x.device) or sizes.unsupported() or not _is_aligned(decoder):
+        if not is_hopper(turn.x.device) or sizes.unsupported() or not _is_aligned(turn.decoder):
             return None
         try:
             kernel = compile_kernel(sizes)
             if kernel.num_blocks < sizes.down_splits:
                 return None  # a block would need the rows of more than two splits
-            expected = by_parts(x.clone())
-            found = run_layers(kernel, sizes, decoder, x.clone(), rotary, run)
+            expected = by_parts(turn.again())
+            found = run_layers(kernel, sizes, turn.again())
         except CudaSourceError as error:
             logger.warning("text turns run kernel by kernel: %s", error)
             return None
@@ -215,15 +219,9 @@ def compile_kernel(sizes: TextSizes) -> CudaKernel:
     return CudaKernel(cubin, "text_layers", WARPS * 32, SHARED_BYTES)
 
 
-def run_layers(
-    kernel: CudaKernel,
-    sizes: TextSizes,
-    decoder: Decoder,
-    x: Tensor,
-    rotary: Rotary,
-    run: CacheRun,
-) -> Tensor:
-    """All layers over x [A, D], in place, and the final norm; keys and values go into the cache."""
+def run_layers(kernel: CudaKernel, sizes: TextSizes, turn: TextPass) -> Tensor:
+    """All layers, which overwrite `turn.x`, and the final norm; writes keys and values."""
+    decoder, x, rotary, run = turn.decoder, turn.x, turn.rotary, turn.run
     read, config = run.read, decoder.config
     max_splits = num_blocks(run.cache.capacity, SPLIT_KEYS)
     parts = sizes.rows * sizes.kv_heads * max_splits * PART_QUERIES
@@ -253,19 +251,25 @@ def run_layers(
     work.max_splits = max_splits
     work.rounds_early = rotary.rounding.und
     for index, layer in enumerate(decoder.layers):
-        packed, attention = work.layers[index], layer.self_attn
-        linears = layer.linears()
-        packed.weights[:] = [linear.weight.data_ptr() for linear in linears]
-        packed.biases[:] = [linear.bias.data_ptr() for linear in linears[:NUM_BIASES]]
-        packed.norm = layer.input_layernorm.weight.data_ptr()
-        packed.mlp_norm = layer.post_attention_layernorm.weight.data_ptr()
-        packed.q_norm = attention.q_norm.weight.data_ptr()
-        packed.k_norm = attention.k_norm.weight.data_ptr()
-        packed.keys, packed.values = (part.data_ptr() for part in run.memory(index))
+        _pack_layer(work.layers[index], layer, run.memory(index))
     kernel.launch(work)
     normed = torch.empty_like(x)
     rms_norm(x, decoder.norm.weight, config.rms_norm_eps, normed)
     return normed
+
+
+def _pack_layer(
+    packed: ctypes.Structure, layer: DecoderLayer, memory: tuple[Tensor, Tensor]
+) -> None:
+    """Fills the kernel's structure of one layer: addresses of its weights, and of its cache."""
+    linears, attention = layer.linears(), layer.self_attn
+    packed.weights[:] = [linear.weight.data_ptr() for linear in linears]
+    packed.biases[:] = [linear.bias.data_ptr() for linear in linears[:NUM_BIASES]]
+    packed.norm = layer.input_layernorm.weight.data_ptr()
+    packed.mlp_norm = layer.post_attention_layernorm.weight.data_ptr()
+    packed.q_norm = attention.q_norm.weight.data_ptr()
+    packed.k_norm = attention.k_norm.weight.data_ptr()
+    packed.keys, packed.values = (part.data_ptr() for part in memory)
 
 
 def _is_aligned(decoder: Decoder) -> bool:

@@ -19,9 +19,9 @@ class Recorder:
         self.has_kernel = has_kernel
         self.asked: list[tuple] = []
 
-    def run(self, decoder, x, rotary, run, down_splits, by_parts):
-        self.asked.append((run, down_splits, by_parts))
-        return x + 1 if self.has_kernel else None
+    def run(self, turn, down_splits, by_parts):
+        self.asked.append((turn, down_splits, by_parts))
+        return turn.x + 1 if self.has_kernel else None
 
 
 @pytest.fixture
@@ -71,8 +71,8 @@ def test_a_text_turn_goes_through_all_layers_in_one_launch(monkeypatch, decoder,
     stack = make_stack()
     hidden, append = run(stack, decoder)
     assert (hidden == 1).all()
-    ((asked_run, splits, _),) = stack._turns.asked
-    assert asked_run is append.runs[0]
+    ((turn, splits, _),) = stack._turns.asked
+    assert turn.run is append.runs[0]
     assert splits == 7
 
 
@@ -108,8 +108,8 @@ def test_the_fast_grade_compares_turns_with_exact_parts(monkeypatch, decoder, ma
     use_splits(monkeypatch, decoder)
     stack = make_stack(is_fast=True)
     run(stack, decoder)
-    ((_, _, by_parts),) = stack._turns.asked
-    assert (by_parts(torch.zeros(2, TINY.hidden_size)) == 5).all()
+    ((turn, _, by_parts),) = stack._turns.asked
+    assert (by_parts(turn.again()) == 5).all()
     exact = stack._exact
     assert exact is not stack and not exact.is_fast
     assert exact.parts_x.shape == (2, TINY.hidden_size)

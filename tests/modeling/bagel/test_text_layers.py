@@ -13,7 +13,7 @@ from modeling.bagel.cache import CacheSpec, KvCache
 from modeling.bagel.config import LlmConfig
 from modeling.bagel.cuda_source import CudaSourceError, compile_source
 from modeling.bagel.qwen2_navit import Decoder, ExpertOrder, QkRounding
-from modeling.bagel.text_layers import SOURCE, TextLayers, TextSizes, is_text_turn
+from modeling.bagel.text_layers import SOURCE, TextLayers, TextPass, TextSizes, is_text_turn
 
 SIZES = TextSizes(
     hidden=3584, inner=18944, heads=28, kv_heads=4, layers=28, rows=4, down_splits=7
@@ -114,8 +114,8 @@ def on_hopper(monkeypatch):
             raise Plan.error
         return SimpleNamespace(num_blocks=Plan.num_blocks)
 
-    def run_layers(kernel, sizes, decoder, x, rotary, run):
-        return x + 1 + Plan.offset
+    def run_layers(kernel, sizes, turn):
+        return turn.x + 1 + Plan.offset
 
     monkeypatch.setattr(text_layers, "is_hopper", lambda device: True)
     monkeypatch.setattr(text_layers, "compile_kernel", compile_kernel)
@@ -124,18 +124,18 @@ def on_hopper(monkeypatch):
     return Plan
 
 
-def run_turn(layers: TextLayers, by_parts=lambda x: x + 1, rows: int = 2):
+def run_turn(layers: TextLayers, by_parts=lambda turn: turn.x + 1, rows: int = 2):
     decoder, _, append, rotary = turn(rows)
     x = torch.ones(rows, TINY.hidden_size)
-    return layers.run(decoder, x, rotary, *append.runs, 2, by_parts)
+    return layers.run(TextPass(decoder, x, rotary, *append.runs), 2, by_parts)
 
 
 def test_a_kernel_with_the_same_bits_is_compared_once_and_used(on_hopper):
     layers, compared = TextLayers(), []
 
-    def by_parts(x):
-        compared.append(x)
-        return x.add_(1)
+    def by_parts(turn):
+        compared.append(turn)
+        return turn.x.add_(1)
 
     for _ in range(3):
         assert torch.equal(run_turn(layers, by_parts), torch.full((2, 256), 2.0))
@@ -178,7 +178,8 @@ def test_weights_that_copies_cannot_read_are_left_to_other_kernels(on_hopper):
     odd = torch.zeros(weight.numel() + 1)[1:].view_as(weight)
     decoder.layers[1].mlp.up_proj.weight = torch.nn.Parameter(odd)
     x = torch.ones(2, TINY.hidden_size)
-    assert layers.run(decoder, x, rotary, *append.runs, 2, lambda x: x + 1) is None
+    given = TextPass(decoder, x, rotary, *append.runs)
+    assert layers.run(given, 2, lambda turn: turn.x + 1) is None
 
 
 def test_no_kernel_is_looked_for_inside_a_capture(on_hopper, monkeypatch):

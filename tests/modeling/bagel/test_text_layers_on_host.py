@@ -13,7 +13,7 @@ from modeling.bagel.bagel import EagerStack
 from modeling.bagel.cache import CacheSpec, KvCache
 from modeling.bagel.config import LlmConfig
 from modeling.bagel.qwen2_navit import Decoder, ExpertOrder, QkRounding
-from modeling.bagel.text_layers import SOURCE, TextSizes, run_layers
+from modeling.bagel.text_layers import SOURCE, TextPass, TextSizes, run_layers
 
 CONFIG = LlmConfig(256, 576, 2, 2, 1, vocab_size=32)
 HOST = Path(__file__).parent / "cuda_on_host"
@@ -80,7 +80,7 @@ def plain_norm(monkeypatch):
     monkeypatch.setattr(text_layers, "rms_norm", rms_norm)
 
 
-def turn(decoder, kernel, sizes, filled, early):
+def run_both(decoder, kernel, sizes, filled, early):
     """Hidden states and caches after a turn: the kernel's and the eager path's, and before it."""
     generator = torch.Generator().manual_seed(sum(filled))
     rows = list(range(sizes.rows))
@@ -97,7 +97,8 @@ def turn(decoder, kernel, sizes, filled, early):
         cache.lengths = list(filled)
         append = cache.append(rows, [1] * sizes.rows, causal=True)
         if is_kernel:
-            hidden = run_layers(kernel, sizes, decoder, x.clone(), rotary, *append.runs)
+            turn = TextPass(decoder, x.clone(), rotary, *append.runs)
+            hidden = run_layers(kernel, sizes, turn)
         else:
             hidden = EagerStack().run(decoder, x.clone(), experts, rotary, append)
         found.append((hidden, copies))
@@ -143,7 +144,7 @@ def test_a_turn_is_that_of_the_eager_path(
     sizes = sizes_of(len(filled), down_splits)
     assert sizes.unsupported() is None
     kernel = HostKernel(tmp_path, sizes, num_blocks, eager_copies)
-    ((hidden, caches), (expected, expected_caches)), before = turn(
+    ((hidden, caches), (expected, expected_caches)), before = run_both(
         decoder, kernel, sizes, filled, early
     )
     assert_near(hidden, expected)
