@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from modeling.bagel.bagel import Bagel, EagerStack, Wanted
-from modeling.bagel.cache import CacheAppend, CacheSpec, KvCache
+from modeling.bagel.bagel import Bagel, EagerStack, LayerPass, Wanted
+from modeling.bagel.cache import CacheSpec, KvCache
 from modeling.bagel.config import ImageSize
 from modeling.bagel.context import ConditionImage, Contexts, SpecialTokens
-from modeling.bagel.qwen2_navit import Decoder, ExpertOrder, QkRounding, Rotary
+from modeling.bagel.qwen2_navit import Decoder, QkRounding
 from modeling.bagel.tokenizer import BagelTokenizer, load_tokenizer
 from modeling.bagel.weights import (
     check_header,
@@ -94,17 +94,9 @@ class PoisonedStack(EagerStack):
 
     keeps_runs_apart = True
 
-    def run(
-        self,
-        decoder: Decoder,
-        x: Tensor,
-        experts: ExpertOrder,
-        rotary: Rotary,
-        append: CacheAppend,
-        wanted: Wanted = Wanted.ALL,
-    ) -> Tensor:
-        x = super().run(decoder, x, experts, rotary, append)
-        first = {Wanted.ALL: 0, Wanted.GEN: experts.num_und, Wanted.NONE: x.shape[0]}[wanted]
+    def run(self, layer_pass: LayerPass) -> Tensor:
+        x, num_und = super().run(layer_pass), layer_pass.experts.num_und
+        first = {Wanted.ALL: 0, Wanted.GEN: num_und, Wanted.NONE: x.shape[0]}[layer_pass.wanted]
         x[:first] = float("nan")
         return x
 

@@ -1,22 +1,23 @@
 """Cases of text turns in one launch: two layers of the real widths against the eager path."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from modeling.bagel.bagel import EagerStack
+from modeling.bagel.bagel import EagerStack, LayerPass
 from modeling.bagel.cache import CacheSpec, KvCache
 from modeling.bagel.config import LlmConfig
 from modeling.bagel.cublas_order import splits_of
-from modeling.bagel.cuda_source import CudaKernel
 from modeling.bagel.fused_ops import is_hopper
 from modeling.bagel.qwen2_navit import Decoder, ExpertOrder, QkRounding
-from modeling.bagel.text_layers import TextPass, TextSizes, compile_kernel, run_layers
+from modeling.bagel.text_layers import TextSizes, compile_kernel, run_layers
 from tools.operator_cases import HEADS, HIDDEN, KV_HEADS, MLP, Case, draw
 
-LAYERS, CAPACITY = 2, 2304
+CONFIG = LlmConfig(HIDDEN, MLP, 2, HEADS, KV_HEADS, vocab_size=64)
+CAPACITY = 2304
 LENGTHS = ((0,), (127,), (128,), (300,), (0, 63, 64, 65), (255, 1, 900, 2029), (2029,))
 """Filled positions before the turn, repeated for all rows."""
 
@@ -27,22 +28,21 @@ def turn_cases() -> Iterator[Case]:
     if not is_hopper(device):
         print("text turns run kernel by kernel on this GPU")
         return
-    decoder, caches = random_decoder(device), random_cache(device)
+    decoder, memory = random_decoder(device), random_memory(device)
     for rows in (1, 2, 3, 4):
         down_splits = splits_of(rows, decoder.layers[0].mlp.down_proj)
-        sizes = TextSizes(HIDDEN, MLP, HEADS, KV_HEADS, LAYERS, rows, down_splits)
-        kernel = compile_kernel(sizes)
+        sizes = TextSizes.of(CONFIG, rows, down_splits)
+        run = partial(run_layers, compile_kernel(sizes), sizes)
         for lengths in LENGTHS:
             filled = [lengths[row % len(lengths)] for row in range(rows)]
             for early in (False, True):
-                yield turn_case(decoder, caches, kernel, sizes, filled, early)
+                yield turn_case(decoder, memory, filled, early, run)
 
 
 def random_decoder(device: torch.device) -> Decoder:
     """Layers of the real widths with random weights; norms near 1."""
-    config = LlmConfig(HIDDEN, MLP, LAYERS, HEADS, KV_HEADS, vocab_size=64)
     with device:
-        decoder = Decoder(config).bfloat16()
+        decoder = Decoder(CONFIG).bfloat16()
     for index, (name, weight) in enumerate(decoder.named_parameters()):
         weight.requires_grad_(False)
         values = draw(tuple(weight.shape), "normal", index) * 0.02
@@ -50,54 +50,51 @@ def random_decoder(device: torch.device) -> Decoder:
     return decoder
 
 
-def random_cache(device: torch.device) -> list[Tensor]:
-    """Keys and values of all layers, filled everywhere: 2 * LAYERS of [4, CAPACITY, K, H]."""
-    config = LlmConfig(HIDDEN, MLP, LAYERS, HEADS, KV_HEADS, vocab_size=64)
-    spec = CacheSpec(config, 4, CAPACITY, device, torch.bfloat16)
+def random_memory(device: torch.device) -> list[Tensor]:
+    """Keys, then values of all layers, filled everywhere: [4, CAPACITY, K, H] each."""
+    spec = CacheSpec(CONFIG, 4, CAPACITY, device, torch.bfloat16)
     return [draw(tuple(x.shape), "normal", 100 + i) for i, x in enumerate(spec.empty() * 2)]
+
+
+def plan_turn(
+    decoder: Decoder, memory: list[Tensor], x: Tensor, filled: list[int], early: bool
+) -> LayerPass:
+    """One token x [A, D] of each row behind `filled` positions.
+
+    `memory` holds keys, then values of all layers, [A, C, K, H] each. What it has behind the
+    filled positions must not be seen.
+    """
+    num_rows, num_layers = x.shape[0], decoder.config.num_layers
+    cache = KvCache(memory[:num_layers], memory[num_layers:])
+    cache.lengths = list(filled)
+    experts = ExpertOrder(num_rows, 0, None, None)
+    ropes = torch.tensor(filled, device=x.device)
+    rotary = decoder.rotary(ropes, experts, QkRounding(und=early))
+    append = cache.append(list(range(num_rows)), [1] * num_rows, causal=True)
+    return LayerPass(decoder, x, experts, rotary, append)
 
 
 def turn_case(
     decoder: Decoder,
-    cache_values: list[Tensor],
-    kernel: CudaKernel,
-    sizes: TextSizes,
+    memory: list[Tensor],
     filled: list[int],
     early: bool,
+    run: Callable[[LayerPass], Tensor],
 ) -> Case:
-    """One turn of rows behind `filled` positions: hidden states, and the keys and values written.
+    """One turn by `run` and by the eager path: hidden states, and all keys and values behind it."""
+    x = draw((len(filled), HIDDEN), "normal", sum(filled))
+    kept = [part[: len(filled)] for part in memory]
 
-    The cache is filled beyond them, with what must not be seen.
-    """
-    rows = list(range(sizes.rows))
-    x = draw((sizes.rows, HIDDEN), "normal", sum(filled))
-    device = x.device
-    experts = ExpertOrder(sizes.rows, 0, None, None)
-    ropes = torch.tensor(filled, device=device)
-    rotary = decoder.rotary(ropes, experts, QkRounding(und=early))
+    def after(run: Callable[[LayerPass], Tensor]) -> list[Tensor]:
+        copies = [part.clone() for part in kept]
+        return [run(plan_turn(decoder, copies, x.clone(), filled, early)), *copies]
 
-    def run(in_one_launch: bool) -> list[Tensor]:
-        copies = [memory[: sizes.rows].clone() for memory in cache_values]
-        cache = KvCache(copies[:LAYERS], copies[LAYERS:])
-        cache.lengths = list(filled)
-        append = cache.append(rows, [1] * sizes.rows, causal=True)
-        if in_one_launch:
-            (part,) = append.runs
-            turn = TextPass(decoder, x.clone(), rotary, part)
-            hidden = run_layers(kernel, sizes, turn)
-        else:
-            hidden = EagerStack().run(decoder, x.clone(), experts, rotary, append)
-        return [hidden, *copies]
-
-    kept = KvCache(cache_values[:LAYERS], cache_values[LAYERS:])
-    kept.lengths = list(filled)
-    (part,) = kept.append(rows, [1] * sizes.rows, causal=True).runs
+    timed = plan_turn(decoder, kept, x, filled, early)
     linears = [linear for layer in decoder.layers for linear in layer.linears()]
-    text = ",".join(map(str, filled))
     return Case(
-        f"text turn behind {text}{' early' if early else ''}",
-        partial(run, True),
-        partial(run, False),
+        f"text turn behind {','.join(map(str, filled))}{' early' if early else ''}",
+        partial(after, run),
+        partial(after, EagerStack().run),
         sum(linear.weight.nbytes for linear in linears),
-        kernel=lambda: run_layers(kernel, sizes, TextPass(decoder, x.clone(), rotary, part)),
+        kernel=lambda: run(replace(timed, x=x.clone())),
     )

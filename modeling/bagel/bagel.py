@@ -4,6 +4,7 @@ One definition serves both sides: `forward` is the learner's packed pass, `exten
 cached pass. Shape letters: S packed tokens, D hidden, V vocabulary, P latent token (64).
 """
 
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from typing import Protocol
@@ -38,25 +39,26 @@ class Wanted(Enum):
     NONE = auto()
 
 
+@dataclass(frozen=True)
+class LayerPass:
+    """New tokens of a rollout on their way through all layers and the final norm."""
+
+    decoder: Decoder
+    x: Tensor  # [S, D] in expert order, which a stack may overwrite
+    experts: ExpertOrder
+    rotary: Rotary
+    append: CacheAppend
+    wanted: Wanted = Wanted.ALL
+
+
 class Stack(Protocol):
     """Runs all decoder layers of a rollout pass and the final norm."""
 
     keeps_runs_apart: bool
     """Whether a run of an append has the bits that it has without the others."""
 
-    def run(
-        self,
-        decoder: Decoder,
-        x: Tensor,
-        experts: ExpertOrder,
-        rotary: Rotary,
-        append: CacheAppend,
-        wanted: Wanted = Wanted.ALL,
-    ) -> Tensor:
-        """x [S, D] in expert order, which may be overwritten -> [S, D], final-normed.
-
-        Rows that are not wanted hold any values.
-        """
+    def run(self, layer_pass: LayerPass) -> Tensor:
+        """[S, D] in expert order, final-normed; rows that are not wanted hold any values."""
 
     def project(self, x: Tensor, linear: nn.Linear) -> Tensor:
         """The product of x [M, K] with a linear layer, such as the text head: [M, N]."""
@@ -73,17 +75,11 @@ class EagerStack:
 
     keeps_runs_apart = False
 
-    def run(
-        self,
-        decoder: Decoder,
-        x: Tensor,
-        experts: ExpertOrder,
-        rotary: Rotary,
-        append: CacheAppend,
-        wanted: Wanted = Wanted.ALL,
-    ) -> Tensor:
+    def run(self, layer_pass: LayerPass) -> Tensor:
+        decoder, x, experts = layer_pass.decoder, layer_pass.x, layer_pass.experts
         for index, layer in enumerate(decoder.layers):
-            x = layer.run(x, experts, rotary, partial(append.attend, index))
+            attend = partial(layer_pass.append.attend, index)
+            x = layer.run(x, experts, layer_pass.rotary, attend)
         return decoder.final_norm(x, experts)
 
     def project(self, x: Tensor, linear: nn.Linear) -> Tensor:
@@ -199,4 +195,4 @@ class Bagel(nn.Module):
             [S, D], final-normed, in expert order; rows that are not wanted hold any values.
         """
         rotary = self.decoder.rotary(rope_ids, experts, rounding)
-        return stack.run(self.decoder, x, experts, rotary, append, wanted)
+        return stack.run(LayerPass(self.decoder, x, experts, rotary, append, wanted))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from modeling.bagel import few_rows, many_rows
-from modeling.bagel.bagel import Wanted
+from modeling.bagel.bagel import LayerPass, Wanted
 from modeling.bagel.cache import CacheAppend, CacheRun
 from modeling.bagel.config import LlmConfig
 from modeling.bagel.cublas_order import splits_of
@@ -25,7 +25,7 @@ from modeling.bagel.fused_ops import (
     silu_mul,
 )
 from modeling.bagel.qwen2_navit import GEN, Decoder, DecoderLayer, ExpertOrder, Rotary
-from modeling.bagel.text_layers import TextLayers, TextPass, is_text_turn
+from modeling.bagel.text_layers import TextLayers, is_text_turn
 
 SIDE_BY_SIDE_ROWS = 64
 """Up to so many rows a projection is too small to fill the GPU alone."""
@@ -64,44 +64,24 @@ class FusedStack:
         # Turns in one launch are exact in both grades, and compared with this.
         self._exact = FusedStack(side_by_side=False) if is_fast else self
 
-    def run(
-        self,
-        decoder: Decoder,
-        x: Tensor,
-        experts: ExpertOrder,
-        rotary: Rotary,
-        append: CacheAppend,
-        wanted: Wanted = Wanted.ALL,
-    ) -> Tensor:
+    def run(self, layer_pass: LayerPass) -> Tensor:
         """As in `Stack`; overwrites x.
 
         Rows that are not wanted end with their keys and values of the last layer.
         """
-        if is_text_turn(experts, append):
-            splits = _turn_splits(decoder, experts.num_und)
+        if is_text_turn(layer_pass):
+            splits = _turn_splits(layer_pass.decoder, layer_pass.experts.num_und)
             if splits is not None:
-
-                def by_parts(turn: TextPass) -> Tensor:
-                    return self._exact.run_parts(decoder, turn.x, experts, rotary, append)
-
-                turn = TextPass(decoder, x.contiguous(), rotary, *append.runs)
-                normed = self._turns.run(turn, splits, by_parts)
+                normed = self._turns.run(layer_pass, splits, self._exact.run_parts)
                 if normed is not None:
                     return normed
-        return self.run_parts(decoder, x, experts, rotary, append, wanted)
+        return self.run_parts(layer_pass)
 
-    def run_parts(
-        self,
-        decoder: Decoder,
-        x: Tensor,
-        experts: ExpertOrder,
-        rotary: Rotary,
-        append: CacheAppend,
-        wanted: Wanted = Wanted.ALL,
-    ) -> Tensor:
+    def run_parts(self, layer_pass: LayerPass) -> Tensor:
         """`run` by a kernel or more for each operator."""
-        shared = _Pass(decoder, x, rotary)
-        und_spans, gen_spans = _spans(append, experts)
+        decoder, wanted = layer_pass.decoder, layer_pass.wanted
+        shared = _Pass(decoder, layer_pass.x, layer_pass.rotary)
+        und_spans, gen_spans = _spans(layer_pass.append, layer_pass.experts)
         und = self._und_parts(shared, und_spans)
         gen = [self._part(shared, GEN, group) for group in _groups(gen_spans)]
         side = None

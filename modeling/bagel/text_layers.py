@@ -9,31 +9,34 @@ import ctypes
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from modeling.bagel.cache import CacheAppend, CacheRun
+from modeling.bagel.bagel import LayerPass, Wanted
+from modeling.bagel.config import LlmConfig
 from modeling.bagel.cuda_source import CudaKernel, CudaSourceError, compile_source
 from modeling.bagel.few_rows import split_size
-from modeling.bagel.fused_attention import LOG2_E, SPLIT_KEYS
+from modeling.bagel.fused_attention import FEW_BLOCK, LOG2_E, SPLIT_KEYS
 from modeling.bagel.fused_ops import is_hopper, num_blocks, reduce_width, rms_norm
 from modeling.bagel.layers import is_capturing
-from modeling.bagel.qwen2_navit import Decoder, DecoderLayer, ExpertOrder, Rotary
+from modeling.bagel.qwen2_navit import Decoder, DecoderLayer
 
 SOURCE = Path(__file__).parent / "cuda" / "text_layers.cu"
 ARCH = "sm_90a"
 MAX_ROWS = 4
-# As in the source: warps of a block, bytes of a slot of weights, queries of an attention part.
-WARPS, SLOT_BYTES, PART_QUERIES = 12, 2048, 8
+WARPS = 12
+"""Of a block."""
+# As in the source: bytes of a slot of weights, outputs of a tile, queries of an attention part.
+SLOT_BYTES, TILE, PART_QUERIES = 2048, 8, 8
 SHARED_BYTES = 232448
 """What a block of compute capability 9 can have."""
 KEPT_BYTES = 6144
 """Of them for all that is neither a slot nor a row nor of a norm."""
 MIN_SLOTS, MAX_SLOTS = 4, 7
-COUNTERS_BEFORE_TILES, TILE = 32, 8
+COUNTERS_BEFORE_TILES = 32
 ALIGNMENT = 16
 NUM_MATRICES, NUM_BIASES = 7, 3
 logger = logging.getLogger("faster_r3")
@@ -50,6 +53,19 @@ class TextSizes:
     layers: int
     rows: int
     down_splits: int
+
+    @staticmethod
+    def of(config: LlmConfig, rows: int, down_splits: int) -> "TextSizes":
+        """Sizes for that many rows of a model, whose last product is cut into splits."""
+        return TextSizes(
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.num_layers,
+            rows,
+            down_splits,
+        )
 
     @property
     def down_split(self) -> int:
@@ -82,6 +98,10 @@ class TextSizes:
             "SLOTS": self.slots,
             "DOWN_SPLITS": self.down_splits,
             "DOWN_SPLIT": self.down_split,
+            "WARPS": WARPS,
+            "SPLIT_KEYS": SPLIT_KEYS,
+            "BLOCK_KEYS": FEW_BLOCK,
+            "DOWN_COUNTERS": COUNTERS_BEFORE_TILES,
             "SHARED_BYTES": SHARED_BYTES,
             "WORK_BYTES": ctypes.sizeof(_work_type(self.layers)),
         }
@@ -125,34 +145,7 @@ def _work_type(num_layers: int) -> type[ctypes.Structure]:
     return Work
 
 
-@dataclass(frozen=True)
-class TextPass:
-    """One token of each of A sequences on its way through the layers."""
-
-    decoder: Decoder
-    x: Tensor  # [A, D], contiguous, which may be overwritten
-    rotary: Rotary
-    run: CacheRun
-
-    def sizes(self, down_splits: int) -> TextSizes:
-        """What a kernel for this pass is compiled for."""
-        config = self.decoder.config
-        return TextSizes(
-            config.hidden_size,
-            config.intermediate_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.num_layers,
-            self.x.shape[0],
-            down_splits,
-        )
-
-    def again(self) -> "TextPass":
-        """The same pass on rows of its own."""
-        return replace(self, x=self.x.clone())
-
-
-ByParts = Callable[[TextPass], Tensor]
+ByParts = Callable[[LayerPass], Tensor]
 """A pass kernel by kernel: [A, D], final-normed."""
 
 
@@ -162,34 +155,36 @@ class TextLayers:
     def __init__(self) -> None:
         self._kernels: dict[tuple, CudaKernel | None] = {}
 
-    def run(self, turn: TextPass, down_splits: int, by_parts: ByParts) -> Tensor | None:
-        """Runs all layers and the final norm: [A, D].
+    def run(self, turn: LayerPass, down_splits: int, by_parts: ByParts) -> Tensor | None:
+        """Runs all layers and the final norm of a text turn: [A, D].
 
         `down_splits` is how cuBLAS cuts the product of the last projection; q, k, v and o it cuts
         in two. None where there is no kernel; then `turn.x` is as it was. The first pass of a
         number of rows is compared with `by_parts`, outside of graph captures.
         """
-        sizes = turn.sizes(down_splits)
+        if not _is_aligned(turn.decoder):
+            return None
+        sizes = TextSizes.of(turn.decoder.config, turn.x.shape[0], down_splits)
         key = (sizes, turn.x.device)
         if key not in self._kernels:
             if is_capturing(turn.x.device):
                 return None
             self._kernels[key] = self._find(sizes, turn, by_parts)
         kernel = self._kernels[key]
-        if kernel is None or not _is_aligned(turn.decoder):
-            return None
-        return run_layers(kernel, sizes, turn)
+        return None if kernel is None else run_layers(kernel, sizes, turn)
 
-    def _find(self, sizes: TextSizes, turn: TextPass, by_parts: ByParts) -> CudaKernel | None:
+    def _find(self, sizes: TextSizes, turn: LayerPass, by_parts: ByParts) -> CudaKernel | None:
         """The kernel, if it can be had and has the bits of `by_parts`."""
-        if not is_hopper(turn.x.device) or sizes.unsupported() or not _is_aligned(turn.decoder):
+        if not is_hopper(turn.x.device) or sizes.unsupported():
             return None
         try:
             kernel = compile_kernel(sizes)
             if kernel.num_blocks < sizes.down_splits:
                 return None  # a block would need the rows of more than two splits
-            expected = by_parts(turn.again())
-            found = run_layers(kernel, sizes, turn.again())
+            expected, found = (
+                run(replace(turn, x=turn.x.clone(), wanted=Wanted.ALL))
+                for run in (by_parts, partial(run_layers, kernel, sizes))
+            )
         except CudaSourceError as error:
             logger.warning("text turns run kernel by kernel: %s", error)
             return None
@@ -200,11 +195,12 @@ class TextLayers:
         return kernel
 
 
-def is_text_turn(experts: ExpertOrder, append: CacheAppend) -> bool:
+def is_text_turn(layer_pass: LayerPass) -> bool:
     """Whether a pass is one text token of each of some sequences, of few enough for a kernel."""
-    if experts.num_gen or len(append.runs) != 1 or experts.num_und > MAX_ROWS:
+    experts, runs = layer_pass.experts, layer_pass.append.runs
+    if experts.num_gen or len(runs) != 1 or experts.num_und > MAX_ROWS:
         return False
-    (run,) = append.runs
+    (run,) = runs
     lengths = run.read.query_lengths
     return run.eager_tokens == len(lengths) and set(lengths) == {1}
 
@@ -219,9 +215,9 @@ def compile_kernel(sizes: TextSizes) -> CudaKernel:
     return CudaKernel(cubin, "text_layers", WARPS * 32, SHARED_BYTES)
 
 
-def run_layers(kernel: CudaKernel, sizes: TextSizes, turn: TextPass) -> Tensor:
+def run_layers(kernel: CudaKernel, sizes: TextSizes, turn: LayerPass) -> Tensor:
     """All layers, which overwrite `turn.x`, and the final norm; writes keys and values."""
-    decoder, x, rotary, run = turn.decoder, turn.x, turn.rotary, turn.run
+    decoder, x, rotary, (run,) = turn.decoder, turn.x.contiguous(), turn.rotary, turn.append.runs
     read, config = run.read, decoder.config
     max_splits = num_blocks(run.cache.capacity, SPLIT_KEYS)
     parts = sizes.rows * sizes.kv_heads * max_splits * PART_QUERIES

@@ -4,7 +4,6 @@
 
 #include "basics.cuh"
 
-#define WARPS 12
 #define PAIRS (WARPS / 2)
 #define THREADS (WARPS * 32)
 #define TILE 8              // outputs of a tile: n of the tensor core's instruction
@@ -22,13 +21,10 @@
 #define DOWN_UNITS (HIDDEN / TILE * DOWN_SPLITS)
 #define GROUP_WARPS 4       // of an attention item
 #define GROUPS (WARPS / GROUP_WARPS)
-#define SPLIT_KEYS 128
-#define BLOCK_KEYS 64
 #define QUERY_PITCH (H * 2 + 16)
 #define WEIGHT_PITCH (BLOCK_KEYS * 2 + 16)
 #define JOINED_AT_ONCE 6
-#define GRID_COUNTER 0      // then those of the tiles of down, then those of attention
-#define DOWN_COUNTERS 32
+#define GRID_COUNTER 0      // from DOWN_COUNTERS on those of the tiles of down, then attention's
 #define ITEM_COUNTERS (DOWN_COUNTERS + HIDDEN / TILE)
 
 // Named barriers: 0 is the block's; a row's or a pair's warps; an attention group's.
@@ -38,6 +34,7 @@
 
 static_assert(WARPS % ROWS == 0 && ROWS <= TILE && GROUP < TILE, "rows or queries of a group");
 static_assert(Q_SIZE == HIDDEN && HIDDEN % (2 * BOX) == 0 && INNER % BOX == 0, "sizes");
+static_assert(SPLIT_KEYS == 2 * BLOCK_KEYS && BLOCK_KEYS == GROUP_WARPS * 16, "two blocks");
 static_assert(DOWN_SPLIT % BOX == 0 && DOWN_SPLIT <= HIDDEN, "splits of down");
 
 enum Matrix { Q, K, V, O, GATE, UP, DOWN, MATRICES };

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from modeling import fused_group_norm
 from modeling.bagel import cublas_order, few_rows, fused_flow, many_rows
-from modeling.bagel.bagel import EagerStack, Wanted
+from modeling.bagel.bagel import EagerStack, LayerPass, Wanted
 from modeling.bagel.cache import CacheAppend, CacheSpec, KvCache
 from modeling.bagel.config import LlmConfig
 from modeling.bagel.cublas_order import split_product
@@ -285,9 +285,9 @@ def check_stack(stack: FusedStack) -> None:
             x = torch.randn(8, 256, generator=torch.Generator().manual_seed(1))
             rotary = decoder.rotary(torch.arange(8), experts, QkRounding())
             if wanted is not None:
-                x = stack.run(decoder, x, experts, rotary, append, wanted)
+                x = stack.run(LayerPass(decoder, x, experts, rotary, append, wanted))
             else:
-                x = EagerStack().run(decoder, x, experts, rotary, append)
+                x = EagerStack().run(LayerPass(decoder, x, experts, rotary, append))
             outputs.append(x)
             caches.append(cache)
         torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-4)
@@ -322,7 +322,7 @@ def joined_bits() -> None:
             KvCache.zeros(spec).append([0, 1], [4, 4], False, experts, halves) for _ in range(2)
         ]
         rotary = decoder.rotary(rope_ids, experts, QkRounding())
-        alone.append(stack.run(decoder, x.clone(), experts, rotary, appends[0]))
+        alone.append(stack.run(LayerPass(decoder, x.clone(), experts, rotary, appends[0])))
         inputs.append(x)
         runs.append(appends[1].runs)
     ids = experts.to_expert(rope_ids).split(4)
@@ -333,14 +333,14 @@ def joined_bits() -> None:
         for pair in (inputs, alone)
     )
     append = CacheAppend(*(pair[i] for i in (0, 1) for pair in runs))
-    assert torch.equal(stack.run(decoder, x.clone(), joint, rotary, append), expected)
+    assert torch.equal(stack.run(LayerPass(decoder, x.clone(), joint, rotary, append)), expected)
     # The second row of one branch alone: the order of sums is that of both.
     some = ExpertOrder.from_positions(torch.tensor([0, 3]), torch.tensor([1, 2]))
     rotary = decoder.rotary(rope_ids[4:], some, QkRounding())
     for of_rows in (2, 8):
         append = KvCache.zeros(spec).append([1], [4], False, some, [[2], [2]], of_rows)
         x = inputs[0][[2, 3, 6, 7]]
-        out = stack.run(decoder, x.clone(), some, rotary, append)
+        out = stack.run(LayerPass(decoder, x.clone(), some, rotary, append))
         assert torch.equal(out, alone[0][[2, 3, 6, 7]]) == (of_rows == 2)
 
 
@@ -360,7 +360,7 @@ def joint_stack(grades: tuple[bool, ...] = (False, True)) -> None:
                 KvCache.zeros(spec).append([0], [4], False, experts, [[2], [2]]) for _ in range(2)
             )
             rotary = decoder.rotary(torch.arange(4), experts, QkRounding())
-            alone.append((x, stack.run(decoder, x.clone(), experts, rotary, first)))
+            alone.append((x, stack.run(LayerPass(decoder, x.clone(), experts, rotary, first))))
             appends.append(second)
         joint = ExpertOrder(4, 4, None, None)
         rotary = decoder.rotary(
@@ -373,7 +373,7 @@ def joint_stack(grades: tuple[bool, ...] = (False, True)) -> None:
         )
         for part_rows in (16384, 3):  # the gen rows of both in one part, or apart
             fused_flow.PART_ROWS = part_rows
-            out = stack.run(decoder, x.clone(), joint, rotary, CacheAppend(*runs))
+            out = stack.run(LayerPass(decoder, x.clone(), joint, rotary, CacheAppend(*runs)))
             torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 

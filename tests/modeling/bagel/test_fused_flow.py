@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from modeling.bagel import fused_flow
+from modeling.bagel.bagel import LayerPass
 from modeling.bagel.cache import CacheSpec, KvCache
 from modeling.bagel.config import LlmConfig
 from modeling.bagel.fused_flow import FusedStack
@@ -46,7 +47,7 @@ def run(stack, decoder, lengths=(1, 1)):
     experts = ExpertOrder(sum(lengths), 0, None, None)
     rotary = decoder.rotary(torch.zeros(sum(lengths), dtype=torch.int64), experts, QkRounding())
     x = torch.zeros(sum(lengths), TINY.hidden_size)
-    return stack.run(decoder, x, experts, rotary, append), append
+    return stack.run(LayerPass(decoder, x, experts, rotary, append)), append
 
 
 @pytest.fixture
@@ -54,9 +55,9 @@ def make_stack(monkeypatch):
     """A stack whose turns are recorded, and whose passes by parts give 5."""
 
     def make(is_fast: bool = False, has_kernel: bool = True) -> FusedStack:
-        def run_parts(self, decoder, x, *args, **kwargs):
-            self.parts_x = x
-            return torch.full_like(x, 5.0)
+        def run_parts(self, layer_pass):
+            self.parts_x = layer_pass.x
+            return torch.full_like(layer_pass.x, 5.0)
 
         monkeypatch.setattr(FusedStack, "run_parts", run_parts)
         stack = FusedStack(side_by_side=False, is_fast=is_fast)
@@ -72,7 +73,7 @@ def test_a_text_turn_goes_through_all_layers_in_one_launch(monkeypatch, decoder,
     hidden, append = run(stack, decoder)
     assert (hidden == 1).all()
     ((turn, splits, _),) = stack._turns.asked
-    assert turn.run is append.runs[0]
+    assert turn.append is append
     assert splits == 7
 
 
@@ -109,7 +110,7 @@ def test_the_fast_grade_compares_turns_with_exact_parts(monkeypatch, decoder, ma
     stack = make_stack(is_fast=True)
     run(stack, decoder)
     ((turn, _, by_parts),) = stack._turns.asked
-    assert (by_parts(turn.again()) == 5).all()
+    assert (by_parts(turn) == 5).all()
     exact = stack._exact
     assert exact is not stack and not exact.is_fast
     assert exact.parts_x.shape == (2, TINY.hidden_size)

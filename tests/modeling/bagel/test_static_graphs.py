@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from modeling.bagel import noise_forward
+from modeling.bagel.bagel import LayerPass
 from modeling.bagel.cache import KvCache
 from modeling.bagel.config import ImageSize
 from modeling.bagel.context import EAGER, Contexts, Stacks
@@ -383,9 +384,9 @@ class TestChosenSamples:
         """Forwards over such a stack, and how many gen rows each forward went through."""
         rows, run = [], stack.run
 
-        def counted(decoder, x, experts, *args) -> torch.Tensor:
-            rows.append(experts.num_gen)
-            return run(decoder, x, experts, *args)
+        def counted(layer_pass: LayerPass) -> torch.Tensor:
+            rows.append(layer_pass.experts.num_gen)
+            return run(layer_pass)
 
         monkeypatch.setattr(stack, "run", counted)
         branches = self.branches(Stacks(image=stack))

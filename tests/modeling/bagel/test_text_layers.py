@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from modeling.bagel import text_layers
+from modeling.bagel.bagel import LayerPass
 from modeling.bagel.cache import CacheSpec, KvCache
 from modeling.bagel.config import LlmConfig
 from modeling.bagel.cuda_source import CudaSourceError, compile_source
 from modeling.bagel.qwen2_navit import Decoder, ExpertOrder, QkRounding
-from modeling.bagel.text_layers import SOURCE, TextLayers, TextPass, TextSizes, is_text_turn
+from modeling.bagel.text_layers import SOURCE, TextLayers, TextSizes, is_text_turn
 
 SIZES = TextSizes(
     hidden=3584, inner=18944, heads=28, kv_heads=4, layers=28, rows=4, down_splits=7
@@ -70,8 +71,8 @@ def test_sizes_without_a_kernel_say_why(changes, reason):
     assert found is None if reason is None else reason in found
 
 
-def turn(rows: int, length: int = 1):
-    """A decoder, a cache with something in it, and a planned append."""
+def plan(rows: int, length: int = 1) -> LayerPass:
+    """New tokens of some rows behind a cache with something in it."""
     torch.manual_seed(0)
     decoder = Decoder(TINY)
     spec = CacheSpec(TINY, rows, 16, torch.device("cpu"), torch.float32)
@@ -80,22 +81,18 @@ def turn(rows: int, length: int = 1):
     append = cache.append(list(range(rows)), [length] * rows, causal=True)
     experts = ExpertOrder(rows * length, 0, None, None)
     rotary = decoder.rotary(torch.full((rows * length,), 3), experts, QkRounding())
-    return decoder, experts, append, rotary
+    x = torch.ones(rows * length, TINY.hidden_size)
+    return LayerPass(decoder, x, experts, rotary, append)
 
 
 def test_a_text_turn_is_one_token_of_each_of_few_rows():
-    def found(rows: int, length: int = 1) -> bool:
-        _, experts, append, _ = turn(rows, length)
-        return is_text_turn(experts, append)
-
-    assert found(1) and found(4)
-    assert not found(5)
-    assert not found(2, length=2)
+    assert is_text_turn(plan(1)) and is_text_turn(plan(4))
+    assert not is_text_turn(plan(5))
+    assert not is_text_turn(plan(2, length=2))
 
 
 def test_tokens_of_an_image_are_no_text_turn():
-    _, _, append, _ = turn(2)
-    assert not is_text_turn(ExpertOrder(1, 1, None, None), append)
+    assert not is_text_turn(replace(plan(2), experts=ExpertOrder(1, 1, None, None)))
 
 
 @pytest.fixture
@@ -125,9 +122,7 @@ def on_hopper(monkeypatch):
 
 
 def run_turn(layers: TextLayers, by_parts=lambda turn: turn.x + 1, rows: int = 2):
-    decoder, _, append, rotary = turn(rows)
-    x = torch.ones(rows, TINY.hidden_size)
-    return layers.run(TextPass(decoder, x, rotary, *append.runs), 2, by_parts)
+    return layers.run(plan(rows), 2, by_parts)
 
 
 def test_a_kernel_with_the_same_bits_is_compared_once_and_used(on_hopper):
@@ -173,12 +168,9 @@ def test_a_gpu_of_fewer_multiprocessors_than_splits_has_no_kernel(on_hopper):
 
 def test_weights_that_copies_cannot_read_are_left_to_other_kernels(on_hopper):
     layers = TextLayers()
-    decoder, _, append, rotary = turn(2)
-    weight = decoder.layers[1].mlp.up_proj.weight
-    odd = torch.zeros(weight.numel() + 1)[1:].view_as(weight)
-    decoder.layers[1].mlp.up_proj.weight = torch.nn.Parameter(odd)
-    x = torch.ones(2, TINY.hidden_size)
-    given = TextPass(decoder, x, rotary, *append.runs)
+    given = plan(2)
+    up = given.decoder.layers[1].mlp.up_proj
+    up.weight = torch.nn.Parameter(torch.zeros(up.weight.numel() + 1)[1:].view_as(up.weight))
     assert layers.run(given, 2, lambda turn: turn.x + 1) is None
 
 

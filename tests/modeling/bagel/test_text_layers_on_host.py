@@ -10,28 +10,17 @@ import torch
 
 from modeling.bagel import text_layers
 from modeling.bagel.bagel import EagerStack
-from modeling.bagel.cache import CacheSpec, KvCache
+from modeling.bagel.cache import CacheSpec
 from modeling.bagel.config import LlmConfig
-from modeling.bagel.qwen2_navit import Decoder, ExpertOrder, QkRounding
-from modeling.bagel.text_layers import SOURCE, TextPass, TextSizes, run_layers
+from modeling.bagel.qwen2_navit import Decoder
+from modeling.bagel.text_layers import SOURCE, TextSizes, run_layers
+from tools.turn_cases import plan_turn
 
 CONFIG = LlmConfig(256, 576, 2, 2, 1, vocab_size=32)
 HOST = Path(__file__).parent / "cuda_on_host"
 CAPACITY = 416
 TOLERANCE = 0.015
 """Relative: bf16 has 8 bits, and sums are in other orders."""
-
-
-def sizes_of(rows: int, down_splits: int) -> TextSizes:
-    return TextSizes(
-        CONFIG.hidden_size,
-        CONFIG.intermediate_size,
-        CONFIG.num_heads,
-        CONFIG.num_kv_heads,
-        CONFIG.num_layers,
-        rows,
-        down_splits,
-    )
 
 
 class HostKernel:
@@ -69,40 +58,13 @@ def decoder():
 
 
 @pytest.fixture
-def plain_norm(monkeypatch):
+def plain_norm(monkeypatch, decoder):
     """The norm behind the kernel, on the CPU."""
 
     def rms_norm(x, weight, eps, out):
-        wide = x.float()
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-        out.copy_(weight * (wide * scale).to(x.dtype))
+        out.copy_(decoder.norm(x))
 
     monkeypatch.setattr(text_layers, "rms_norm", rms_norm)
-
-
-def run_both(decoder, kernel, sizes, filled, early):
-    """Hidden states and caches after a turn: the kernel's and the eager path's, and before it."""
-    generator = torch.Generator().manual_seed(sum(filled))
-    rows = list(range(sizes.rows))
-    spec = CacheSpec(CONFIG, sizes.rows, CAPACITY, torch.device("cpu"), torch.bfloat16)
-    # Filled beyond what may be seen, with what would be noticed.
-    memory = [torch.randn(x.shape, generator=generator).bfloat16() for x in spec.empty() * 2]
-    x = torch.randn(sizes.rows, CONFIG.hidden_size, generator=generator).bfloat16()
-    experts = ExpertOrder(sizes.rows, 0, None, None)
-    rotary = decoder.rotary(torch.tensor(filled), experts, QkRounding(und=early))
-    found = []
-    for is_kernel in (True, False):
-        copies = [part.clone() for part in memory]
-        cache = KvCache(copies[: CONFIG.num_layers], copies[CONFIG.num_layers :])
-        cache.lengths = list(filled)
-        append = cache.append(rows, [1] * sizes.rows, causal=True)
-        if is_kernel:
-            turn = TextPass(decoder, x.clone(), rotary, *append.runs)
-            hidden = run_layers(kernel, sizes, turn)
-        else:
-            hidden = EagerStack().run(decoder, x.clone(), experts, rotary, append)
-        found.append((hidden, copies))
-    return found, memory
 
 
 @pytest.fixture
@@ -141,12 +103,17 @@ def test_a_turn_is_that_of_the_eager_path(
     early,
     eager_copies,
 ):
-    sizes = sizes_of(len(filled), down_splits)
+    sizes = TextSizes.of(CONFIG, len(filled), down_splits)
     assert sizes.unsupported() is None
     kernel = HostKernel(tmp_path, sizes, num_blocks, eager_copies)
-    ((hidden, caches), (expected, expected_caches)), before = run_both(
-        decoder, kernel, sizes, filled, early
-    )
+    generator = torch.Generator().manual_seed(sum(filled))
+    spec = CacheSpec(CONFIG, sizes.rows, CAPACITY, torch.device("cpu"), torch.bfloat16)
+    # Filled beyond what may be seen, with what would be noticed.
+    before = [torch.randn(x.shape, generator=generator).bfloat16() for x in spec.empty() * 2]
+    x = torch.randn(sizes.rows, CONFIG.hidden_size, generator=generator).bfloat16()
+    caches, expected_caches = ([part.clone() for part in before] for _ in range(2))
+    hidden = run_layers(kernel, sizes, plan_turn(decoder, caches, x.clone(), filled, early))
+    expected = EagerStack().run(plan_turn(decoder, expected_caches, x.clone(), filled, early))
     assert_near(hidden, expected)
     for cache, wanted, old in zip(caches, expected_caches, before, strict=True):
         for row, length in enumerate(filled):
