@@ -11,7 +11,7 @@ from modeling.bagel.bagel import EagerStack, LayerPass
 from modeling.bagel.cache import CacheSpec, KvCache
 from modeling.bagel.config import LlmConfig
 from modeling.bagel.cublas_order import splits_of
-from modeling.bagel.fused_ops import is_hopper
+from modeling.bagel.fused_ops import is_hopper, num_multiprocessors
 from modeling.bagel.qwen2_navit import Decoder, ExpertOrder, QkRounding
 from modeling.bagel.text_layers import TextSizes, compile_kernel, run_layers
 from tools.operator_cases import HEADS, HIDDEN, KV_HEADS, MLP, Case, draw
@@ -31,11 +31,12 @@ def turn_cases() -> Iterator[Case]:
     decoder, memory = random_decoder(device), random_memory(device)
     for rows in (1, 2, 3, 4):
         down_splits = splits_of(rows, decoder.layers[0].mlp.down_proj)
-        sizes = TextSizes.of(CONFIG, rows, down_splits)
-        run = partial(run_layers, compile_kernel(sizes), sizes)
-        for lengths in LENGTHS:
-            filled = [lengths[row % len(lengths)] for row in range(rows)]
-            for early in (False, True):
+        for early in (False, True):
+            blocks = num_multiprocessors(device)
+            sizes = TextSizes.of(CONFIG, rows, down_splits, blocks, early)
+            run = partial(run_layers, compile_kernel(sizes), sizes)
+            for lengths in LENGTHS:
+                filled = [lengths[row % len(lengths)] for row in range(rows)]
                 yield turn_case(decoder, memory, filled, early, run)
 
 

@@ -86,14 +86,15 @@ def _nvrtc() -> ctypes.CDLL:
 
 
 class CudaKernel:
-    """A kernel on the current device, with one block a multiprocessor, all of them at once."""
+    """A kernel on the current device, whose blocks run all at once."""
 
-    def __init__(self, cubin: bytes, name: str, num_threads: int, shared_bytes: int):
+    def __init__(
+        self, cubin: bytes, name: str, num_blocks: int, num_threads: int, shared_bytes: int
+    ):
         self._driver = ctypes.CDLL("libcuda.so.1")
+        self._num_blocks = num_blocks
         self._num_threads = num_threads
         self._shared_bytes = shared_bytes
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        self.num_blocks = properties.multi_processor_count
         torch.cuda.current_stream().synchronize()  # makes the device's context current
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         self._check(self._driver.cuModuleLoadData(ctypes.byref(module), cubin))
@@ -118,7 +119,7 @@ class CudaKernel:
         self._check(
             self._driver.cuLaunchCooperativeKernel(
                 self._function,
-                *(self.num_blocks, 1, 1),
+                *(self._num_blocks, 1, 1),
                 *(self._num_threads, 1, 1),
                 self._shared_bytes,
                 ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),

@@ -37,6 +37,12 @@ def is_hopper(device: torch.device) -> bool:
     return capability(device) == 9
 
 
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors a GPU has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def num_blocks(count: int, block: int) -> int:
     """Blocks that `count` fill, the last one in part. `triton.cdiv` takes 20 times as long."""
     return -(-count // block)

@@ -11,7 +11,6 @@ Shape letters: M rows, K inner, N outputs.
 
 import logging
 from collections.abc import Callable
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +20,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from modeling.bagel.context import INVARIANT_ROWS
-from modeling.bagel.fused_ops import EXACT, is_hopper, num_blocks, silu_mul, silu_times
+from modeling.bagel.fused_ops import (
+    EXACT,
+    is_hopper,
+    num_blocks,
+    num_multiprocessors,
+    silu_mul,
+    silu_times,
+)
 from modeling.bagel.layers import is_capturing
 
 ROW_BLOCK, OUT_BLOCK, INNER_BLOCK = 128, 128, 64
@@ -224,12 +230,9 @@ def _has_cublas_bits(
     return _checked[key]
 
 
-@cache
 def _num_programs(device: torch.device) -> int:
     """As many as run at once: a tile's memory leaves room for one on a multiprocessor."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return num_multiprocessors(device) if device.type == "cuda" else 1
 
 
 def swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:

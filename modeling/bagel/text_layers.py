@@ -20,7 +20,13 @@ from modeling.bagel.config import LlmConfig
 from modeling.bagel.cuda_source import CudaKernel, CudaSourceError, compile_source
 from modeling.bagel.few_rows import split_size
 from modeling.bagel.fused_attention import FEW_BLOCK, LOG2_E, SPLIT_KEYS
-from modeling.bagel.fused_ops import is_hopper, num_blocks, reduce_width, rms_norm
+from modeling.bagel.fused_ops import (
+    is_hopper,
+    num_blocks,
+    num_multiprocessors,
+    reduce_width,
+    rms_norm,
+)
 from modeling.bagel.layers import is_capturing
 from modeling.bagel.qwen2_navit import Decoder, DecoderLayer
 
@@ -37,6 +43,8 @@ KEPT_BYTES = 6144
 """Of them for all that is neither a slot nor a row nor of a norm."""
 MIN_SLOTS, MAX_SLOTS = 4, 7
 COUNTERS_BEFORE_TILES = 32
+SECOND_SPLIT_UNITS = 5
+"""As many units of the last product take as long as the rows of a second split."""
 ALIGNMENT = 16
 NUM_MATRICES, NUM_BIASES = 7, 3
 logger = logging.getLogger("faster_r3")
@@ -53,10 +61,18 @@ class TextSizes:
     layers: int
     rows: int
     down_splits: int
+    blocks: int
+    rounds_early: bool
 
     @staticmethod
-    def of(config: LlmConfig, rows: int, down_splits: int) -> "TextSizes":
-        """Sizes for that many rows of a model, whose last product is cut into splits."""
+    def of(
+        config: LlmConfig, rows: int, down_splits: int, blocks: int, rounds_early: bool
+    ) -> "TextSizes":
+        """Sizes for that many rows of a model, whose last product is cut into splits.
+
+        There is a block for each of the GPU's multiprocessors. With `rounds_early` q and k are
+        rounded as `QkRounding.und` says.
+        """
         return TextSizes(
             config.hidden_size,
             config.intermediate_size,
@@ -65,6 +81,8 @@ class TextSizes:
             config.num_layers,
             rows,
             down_splits,
+            blocks,
+            rounds_early,
         )
 
     @property
@@ -98,12 +116,14 @@ class TextSizes:
             "SLOTS": self.slots,
             "DOWN_SPLITS": self.down_splits,
             "DOWN_SPLIT": self.down_split,
+            "BLOCKS": self.blocks,
+            "ROUNDS_EARLY": int(self.rounds_early),
             "WARPS": WARPS,
             "SPLIT_KEYS": SPLIT_KEYS,
             "BLOCK_KEYS": FEW_BLOCK,
             "DOWN_COUNTERS": COUNTERS_BEFORE_TILES,
             "SHARED_BYTES": SHARED_BYTES,
-            "WORK_BYTES": ctypes.sizeof(_work_type(self.layers)),
+            "WORK_BYTES": ctypes.sizeof(_work_type(self.layers, self.blocks)),
         }
 
     def unsupported(self) -> str | None:
@@ -114,15 +134,39 @@ class TextSizes:
             return f"{self.heads} heads of which {self.kv_heads} have keys, hidden {self.hidden}"
         if self.hidden % 128 or self.inner % 64 or self.down_split > self.hidden:
             return f"hidden {self.hidden}, inner {self.inner} in {self.down_splits} splits"
+        if down_firsts(self.hidden // TILE, self.down_splits, self.blocks) is None:
+            return f"{self.down_splits} splits for {self.blocks} multiprocessors"
         if self.slots < MIN_SLOTS:
             return f"room for {self.slots} slots of weights, expected {MIN_SLOTS}"
         return None
 
 
 @cache
-def _work_type(num_layers: int) -> type[ctypes.Structure]:
+def down_firsts(tiles: int, splits: int, blocks: int) -> list[int] | None:
+    """Which units, split by split a unit for each tile, a block has in the last product.
+
+    A block with units of two splits brings the rows of both, and has fewer units for it. No block
+    has units of three.
+
+    Returns:
+        The first unit of each block, and the number of units behind them; None if there are too
+        many splits for the blocks.
+    """
+    for most in range(num_blocks(tiles * splits, blocks), 2 * tiles + 1):
+        firsts = [0]
+        for _ in range(blocks):
+            left = tiles - firsts[-1] % tiles
+            share = most if most <= left else max(left, most - SECOND_SPLIT_UNITS)
+            firsts.append(min(firsts[-1] + share, tiles * splits))
+        if firsts[-1] == tiles * splits:
+            return firsts
+    return None
+
+
+@cache
+def _work_type(num_layers: int, num_blocks: int) -> type[ctypes.Structure]:
     """The kernel's argument; the source checks its size."""
-    pointer, number = ctypes.c_void_p, ctypes.c_int
+    pointer = ctypes.c_void_p
 
     class Layer(ctypes.Structure):
         _fields_ = [
@@ -138,7 +182,8 @@ def _work_type(num_layers: int) -> type[ctypes.Structure]:
             *((name, pointer) for name in ("down_parts", "item_parts", "item_stats", "counters")),
             *((name, pointer) for name in ("cosines", "sines", "places", "used", "starts")),
             *((name, ctypes.c_float) for name in ("eps", "inverse_size", "scale")),
-            *((name, number) for name in ("max_splits", "rounds_early")),
+            ("max_splits", ctypes.c_int),
+            ("down_firsts", ctypes.c_uint16 * (num_blocks + 1)),
             ("layers", Layer * num_layers),
         ]
 
@@ -164,7 +209,13 @@ class TextLayers:
         """
         if not _is_aligned(turn.decoder):
             return None
-        sizes = TextSizes.of(turn.decoder.config, turn.x.shape[0], down_splits)
+        sizes = TextSizes.of(
+            turn.decoder.config,
+            turn.x.shape[0],
+            down_splits,
+            num_multiprocessors(turn.x.device),
+            turn.rotary.rounding.und,
+        )
         key = (sizes, turn.x.device)
         if key not in self._kernels:
             if is_capturing(turn.x.device):
@@ -179,8 +230,6 @@ class TextLayers:
             return None
         try:
             kernel = compile_kernel(sizes)
-            if kernel.num_blocks < sizes.down_splits:
-                return None  # a block would need the rows of more than two splits
             expected, found = (
                 run(replace(turn, x=turn.x.clone(), wanted=Wanted.ALL))
                 for run in (by_parts, partial(run_layers, kernel, sizes))
@@ -212,7 +261,7 @@ def compile_kernel(sizes: TextSizes) -> CudaKernel:
         CudaSourceError: that is not possible.
     """
     cubin, _ = compile_source(SOURCE, sizes.macros(), ARCH)
-    return CudaKernel(cubin, "text_layers", WARPS * 32, SHARED_BYTES)
+    return CudaKernel(cubin, "text_layers", sizes.blocks, WARPS * 32, SHARED_BYTES)
 
 
 def run_layers(kernel: CudaKernel, sizes: TextSizes, turn: LayerPass) -> Tensor:
@@ -238,14 +287,14 @@ def run_layers(kernel: CudaKernel, sizes: TextSizes, turn: LayerPass) -> Tensor:
         "used": read.keys_used.long(),
         "starts": read.key_starts,
     }
-    work = _work_type(sizes.layers)()
+    work = _work_type(sizes.layers, sizes.blocks)()
     for name, tensor in memory.items():
         setattr(work, name, tensor.data_ptr())
     work.eps = config.rms_norm_eps
     work.inverse_size = 1 / sizes.hidden
     work.scale = config.head_size**-0.5 * LOG2_E
     work.max_splits = max_splits
-    work.rounds_early = rotary.rounding.und
+    work.down_firsts[:] = down_firsts(sizes.hidden // TILE, sizes.down_splits, sizes.blocks)
     for index, layer in enumerate(decoder.layers):
         _pack_layer(work.layers[index], layer, run.memory(index))
     kernel.launch(work)

@@ -32,6 +32,12 @@ __device__ __forceinline__ float rsqrt_of(float x) {
   asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// threadIdx.x, read anew: what is computed from it keeps no register in between.
+__device__ __forceinline__ int thread_now() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
 __device__ __forceinline__ unsigned char* block_memory() {
   extern __shared__ __align__(128) unsigned char memory[];
   return memory;

@@ -35,9 +35,18 @@ __device__ __forceinline__ u32 weighed(u32 x, u32 weight, float scale) {
   return narrow(__fmul_rn(low(weight), low(normed)), __fmul_rn(high(weight), high(normed)));
 }
 
+// Adds the upper half of some sums to the lower one, again and again, until one is left.
+template <int HALF>
+__device__ __forceinline__ void add_halves(float* sums) {
+#pragma unroll
+  for (int i = 0; i < HALF; i++) sums[i] = __fadd_rn(sums[i], sums[i + HALF]);
+  if constexpr (HALF > 1) add_halves<HALF / 2>(sums);
+}
+
 // RMSNorm of a row in shared memory, in place, by its ROW_THREADS; see `_rms_norm_kernel`.
-__device__ __forceinline__ void norm_row(Shared& shared, uint4* x, int row, int thread, int lane,
+__device__ __forceinline__ void norm_row(Shared& shared, uint4* x, int row, int thread,
                                          const Work& work) {
+  const int lane = thread % 32;
   sync_some(ROW_BARRIER(row), ROW_THREADS);
 #pragma unroll 1
   for (int at = thread; at < NORM_WIDTH; at += ROW_THREADS) {
@@ -56,23 +65,17 @@ __device__ __forceinline__ void norm_row(Shared& shared, uint4* x, int row, int 
   float sums[NORM_WIDTH / 32];
 #pragma unroll
   for (int i = 0; i < NORM_WIDTH / 32; i++) sums[i] = shared.sums[row][lane + 32 * i];
-#pragma unroll
-  for (int half = NORM_WIDTH / 64; half >= 1; half /= 2)
-#pragma unroll
-    for (int i = 0; i < half; i++) sums[i] = __fadd_rn(sums[i], sums[i + half]);
+  add_halves<NORM_WIDTH / 64>(sums);
   float total = sums[0];
 #pragma unroll
   for (int half = 16; half >= 1; half /= 2)
     total = __fadd_rn(total, __shfl_xor_sync(0xffffffffu, total, half));
   const float scale = rsqrt_of(__fadd_rn(__fmul_rn(total, work.inverse_size), work.eps));
-#pragma unroll
-  for (int i = 0; i < MOST_CHUNKS; i++) {
-    const int at = thread + i * ROW_THREADS;
-    if (at < HIDDEN / 8) {
-      const uint4 eight = x[at], by = shared.norm[at];
-      x[at] = make_uint4(weighed(eight.x, by.x, scale), weighed(eight.y, by.y, scale),
-                         weighed(eight.z, by.z, scale), weighed(eight.w, by.w, scale));
-    }
+#pragma unroll 1
+  for (int at = thread; at < HIDDEN / 8; at += ROW_THREADS) {
+    const uint4 eight = x[at], by = shared.norm[at];
+    x[at] = make_uint4(weighed(eight.x, by.x, scale), weighed(eight.y, by.y, scale),
+                       weighed(eight.z, by.z, scale), weighed(eight.w, by.w, scale));
   }
 }
 

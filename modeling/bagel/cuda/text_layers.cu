@@ -7,8 +7,9 @@
 //
 // Every value has the bits of the kernels one by one (fused_ops.py, few_rows.py and
 // fused_attention.py): the same order of sums, the same points of rounding, the same instructions
-// where these round differently. Without fused multiply-adds but where said; next to no spills:
-// shared memory leaves next to no first-level cache to spill to.
+// where these round differently. Without fused multiply-adds but where said. Nothing may be spilled:
+// every look at a barrier throws out the first-level cache. So what depends on the thread is
+// computed anew in every phase (`thread_now`) where it would hold a register through all of them.
 //
 // Sizes come as macros, see text_layers.py. Numbers are bf16 where they are u16.
 
@@ -32,6 +33,12 @@ __device__ __forceinline__ void wait_for_all(u32* counter, u32 count) {
   __syncthreads();
 }
 
+// How many slots stay free in front of a phase: what it reads first would stand behind the weights
+// that are under way. By trying.
+__device__ __forceinline__ int left_free(int phase) {
+  return phase == MLP_OUT ? 0 : phase == PROJECT || phase == ATTENDED ? 2 : 3;
+}
+
 // What a layer's norms multiply with, which does not depend on other blocks.
 __device__ __forceinline__ void load_norms(Shared& shared, const Layer& layer, int phase, int warp,
                                            int lane) {
@@ -41,6 +48,30 @@ __device__ __forceinline__ void load_norms(Shared& shared, const Layer& layer, i
   if (phase == PROJECT && warp < 2)
     shared.head_norms[warp][lane] =
         __ldg((const uint2*)(warp == 0 ? layer.q_norm : layer.k_norm) + lane);
+}
+
+// Brings a row of a product into shared memory: all numbers, or one or two splits.
+__device__ __forceinline__ void bring_row(const Work& work, const Shared& shared, int phase,
+                                          int row, int thread, uint4* to) {
+  const bool is_down = phase == MLP_OUT;
+  const int first = is_down ? shared.down_splits[0] : 0, last = is_down ? shared.down_splits[1] : 0;
+  const u16* from = is_down ? work.inner + row * INNER
+                            : (phase == ATTENDED ? work.attended : work.x) + row * HIDDEN;
+#pragma unroll 1
+  for (int split = first; split <= last; split++) {
+    const int limit = is_down ? min(DOWN_SPLIT, INNER - split * DOWN_SPLIT) / 8 : HIDDEN / 8;
+    const uint4* chunks = (const uint4*)(from + split * DOWN_SPLIT);
+    uint4 loaded[MOST_CHUNKS];
+#pragma unroll
+    for (int i = 0; i < MOST_CHUNKS; i++) {
+      const int at = thread + i * ROW_THREADS;
+      loaded[i] = at < limit ? __ldcg(chunks + at) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < MOST_CHUNKS; i++)
+      if (thread + i * ROW_THREADS < limit) to[thread + i * ROW_THREADS] = loaded[i];
+    to += ROWS * (DOWN_SPLIT / 8 + 1);
+  }
 }
 
 // Stores q, k or v.
@@ -69,7 +100,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     text_layers(const __grid_constant__ Work work) {
   Shared& shared = *(Shared*)block_memory();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const u32 first_down = down_first(blockIdx.x), end_down = down_first(blockIdx.x + 1);
   for (int i = threadIdx.x; i < ROWS * (H / 2); i += THREADS) {
     const int from = i / (H / 2) * H + i % (H / 2);
     shared.cosines[0][i] = __ldg(work.cosines + from);
@@ -80,79 +110,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     shared.starts[threadIdx.x] = __ldg(work.starts + threadIdx.x);
     shared.used[threadIdx.x] = (int)__ldg(work.used + threadIdx.x);
   }
+  if (threadIdx.x == 0) {
+    shared.down_splits[0] = work.down_firsts[blockIdx.x] / (HIDDEN / TILE);
+    shared.down_splits[1] = (work.down_firsts[blockIdx.x + 1] - 1) / (HIDDEN / TILE);
+  }
 
   const u32 ring = address(shared.rings[warp]);
-  const int chunk = lane & 7, chunk_row = lane >> 3;
-  Loader loader = {
-      work,
-      ring + chunk_row * (BOX * 2) + ((chunk ^ chunk_row) << 4),
-      first_down,
-      end_down,
-      warp,
-      lane,
-      evict_first(),
-      {0, 0, 0, nullptr, 0, 0, SLOTS},
-  };
-  loader.begin_unit();
-  loader.fill();
-
+  Loader loader = {work, {0, 0, 0, nullptr, 0, 0, SLOTS}};
   const Place place = {lane >> 2, (lane & 3) * 2};
-  const int row = warp / ROW_WARPS, row_thread = warp % ROW_WARPS * 32 + lane;
-  u32 slot = 0, all_ended = 0;
+  u32 slot = 0;
 #pragma unroll 1
   for (int step = 0; step < LAYERS * PHASES; step++) {
     const Layer& layer = work.layers[step / PHASES];
     const int phase = step % PHASES;
     const bool is_normed = phase == PROJECT || phase == MLP_IN;
     if (is_normed) load_norms(shared, layer, phase, warp, lane);
-    // A release waits for the loads of its warp: the last one, which announces the block, has none.
-    if (warp < WARPS - 1) loader.fill();
+    // The last warp does without, see wait_for_all.
+    if (warp < WARPS - 1) loader.fill(shared, left_free(phase));
     __syncthreads();
-    if (step > 0) {
-      all_ended += gridDim.x;
-      wait_for_all(work.counters + GRID_COUNTER, all_ended);
-    }
+    if (step > 0) wait_for_all(work.counters + GRID_COUNTER, step * BLOCKS);
 
     if (phase == ATTEND) {
-      const int group = warp / GROUP_WARPS;
+      const int group = thread_now() / (GROUP_WARPS * 32);
       Item item;
 #pragma unroll 1
-      for (int at = blockIdx.x + gridDim.x * group; find_item(shared, at, item);
-           at += gridDim.x * GROUPS)
-        attend(work, layer, shared, item, shared.scratch[group], GROUP_BARRIER(group),
-               warp % GROUP_WARPS, lane);
-      loader.fill();
+      for (int at = blockIdx.x + BLOCKS * group; find_item(shared, at, item);
+           at += BLOCKS * GROUPS)
+        attend(work, layer, shared, item, shared.scratch[group], GROUP_BARRIER(group));
       continue;
     }
 
-    // The rows of the product into shared memory, and their norm.
     const bool is_down = phase == MLP_OUT;
-    const int first_split = is_down ? first_down / (HIDDEN / TILE) : 0;
-    const int last_split = is_down ? (end_down - 1) / (HIDDEN / TILE) : 0;
-    const int chunks = (is_down ? DOWN_SPLIT : HIDDEN) / 8, pitch = chunks * 16 + 16;
-    const u16* from = is_down ? work.inner + row * INNER
-                              : (phase == ATTENDED ? work.attended : work.x) + row * HIDDEN;
-#pragma unroll 1
-    for (int split = first_split; split <= last_split; split++) {
-      const int limit = is_down ? min(DOWN_SPLIT, INNER - split * DOWN_SPLIT) / 8 : HIDDEN / 8;
-      const uint4* chunks_of = (const uint4*)(from + split * DOWN_SPLIT);
-      uint4* to = (uint4*)(shared.rows + ((split - first_split) * ROWS + row) * pitch);
-      uint4 loaded[MOST_CHUNKS];
-#pragma unroll
-      for (int i = 0; i < MOST_CHUNKS; i++) {
-        const int at = row_thread + i * ROW_THREADS;
-        loaded[i] = at < limit ? __ldcg(chunks_of + at) : make_uint4(0, 0, 0, 0);
-      }
-#pragma unroll
-      for (int i = 0; i < MOST_CHUNKS; i++)
-        if (row_thread + i * ROW_THREADS < limit) to[row_thread + i * ROW_THREADS] = loaded[i];
-      // Behind the rows, which would wait for the weights.
-      if (split == last_split) loader.fill();
-      if (is_normed) norm_row(shared, to, row, row_thread, lane, work);
-    }
+    const int pitch = (is_down ? DOWN_SPLIT : HIDDEN) * 2 + 16;
+    const int row = thread_now() / ROW_THREADS, row_thread = thread_now() % ROW_THREADS;
+    uint4* x = (uint4*)(shared.rows + row * pitch);
+    bring_row(work, shared, phase, row, row_thread, x);
+    loader.fill(shared);
+    if (is_normed) norm_row(shared, x, row, row_thread, work);
     Item item;
     if (phase == PROJECT &&
-        find_item(shared, blockIdx.x + gridDim.x * (warp / GROUP_WARPS), item)) {
+        find_item(shared, blockIdx.x + BLOCKS * (warp / GROUP_WARPS), item)) {
       // What attention will read into the second-level cache: a position a thread.
       const int key = item.split * SPLIT_KEYS + threadIdx.x % SPLIT_KEYS;
       const i64 at = ((shared.starts[item.row] + key) * KV_HEADS + item.head) * H;
@@ -169,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         address(shared.rows) + ((lane & 7) < ROWS ? lane & 7 : 0) * pitch + (lane >> 3) * 16;
     Unit unit;
 #pragma unroll 1
-    for (int i = 0; find_unit(phase, i, warp, first_down, end_down, unit); i++) {
+    for (int i = 0; find_unit(work, phase, i, warp, unit); i++) {
       float acc[2] = {0, 0};
       const int out = unit.tile * TILE + place.outputs;
       u32 addend = 0;  // what the sum is added to, asked for early
@@ -180,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           addend = __ldcg((const u32*)(work.x + place.row * HIDDEN + out));
       }
       u32 row_at = rows_at;
-      row_at += is_down ? (unit.split - first_split) * ROWS * pitch : unit.k * 2;
+      row_at += is_down ? (unit.split - shared.down_splits[0]) * ROWS * pitch : unit.k * 2;
 #pragma unroll 1
       for (int left = unit.length; left > 0; left -= 2 * BOX) {
         wait_for_groups<SLOTS - 1>();
@@ -193,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         loader.ahead.free++;
         // What belongs to later phases waits: others may still need the memory for this one.
         if (loader.ahead.step == step)
-          loader.fill();
+          loader.fill(shared);
         else
           end_group();
         slot = slot + 1 == SLOTS ? 0 : slot + 1;

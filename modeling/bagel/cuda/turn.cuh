@@ -18,12 +18,11 @@
 #define ROW_WARPS (WARPS / ROWS)  // that bring and norm a row
 #define ROW_THREADS (ROW_WARPS * 32)
 #define MOST_CHUNKS ((HIDDEN / 8 + ROW_THREADS - 1) / ROW_THREADS)
-#define DOWN_UNITS (HIDDEN / TILE * DOWN_SPLITS)
 #define GROUP_WARPS 4       // of an attention item
 #define GROUPS (WARPS / GROUP_WARPS)
 #define QUERY_PITCH (H * 2 + 16)
 #define WEIGHT_PITCH (BLOCK_KEYS * 2 + 16)
-#define JOINED_AT_ONCE 6
+#define JOINED_AT_ONCE 3
 #define GRID_COUNTER 0      // from DOWN_COUNTERS on those of the tiles of down, then attention's
 #define ITEM_COUNTERS (DOWN_COUNTERS + HIDDEN / TILE)
 
@@ -57,7 +56,8 @@ struct Work {
   const i64 *places, *used;      // [ROWS]: positions of the new token, and of keys with it
   const int* starts;             // [ROWS]: first positions
   float eps, inverse_size, scale;
-  int max_splits, rounds_early;
+  int max_splits;
+  u16 down_firsts[BLOCKS + 1];  // first unit of each block in down, and behind the last one
   Layer layers[LAYERS];
 };
 static_assert(sizeof(Work) == WORK_BYTES, "as packed by text_layers.py");
@@ -65,7 +65,7 @@ static_assert(sizeof(Work) == WORK_BYTES, "as packed by text_layers.py");
 struct __align__(16) Scratch {  // of an attention group
   unsigned char queries[8 * QUERY_PITCH];
   unsigned char weights[8 * WEIGHT_PITCH];
-  u32 key[H / 2];
+  u32 key[H / 2], value[H / 2];  // the newest
   float tops[GROUP_WARPS][8], totals[GROUP_WARPS][8];
   u32 num_ended;
 };
@@ -82,6 +82,7 @@ struct __align__(128) Shared {
   float cosines[ROWS][H / 2], sines[ROWS][H / 2];  // both halves of a head turn alike
   i64 places[ROWS], starts[ROWS];
   int used[ROWS];
+  int down_splits[2];           // the first and the last one of which the block has units
   uint2 head_norms[2][H / 4];   // of queries and keys, of the layer at hand
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "shared memory");

@@ -9,27 +9,24 @@ struct Unit {
   int tile, split;
 };
 
-// The first unit of a block in down: by splits, so that a block needs the rows of few of them.
-__device__ __forceinline__ u32 down_first(u32 block) { return block * DOWN_UNITS / gridDim.x; }
-
 // The i-th unit of a warp in a phase, if there is one. Two warps share a tile: they have its
 // halves, or gate and up. In down a warp has a split of a tile for itself.
-__device__ __forceinline__ bool find_unit(int phase, int i, int warp, u32 first_down,
-                                          u32 end_down, Unit& unit) {
+__device__ __forceinline__ bool find_unit(const Work& work, int phase, int i, int warp,
+                                          Unit& unit) {
   if (phase == ATTEND) return false;
   if (phase == MLP_OUT) {
-    const u32 at = first_down + warp + i * WARPS;
+    const int at = work.down_firsts[blockIdx.x] + warp + i * WARPS;
     unit.split = at / (HIDDEN / TILE);
     unit.tile = at % (HIDDEN / TILE);
     unit.matrix = DOWN;
     unit.k = unit.split * DOWN_SPLIT;
     unit.row = unit.tile * TILE;
     unit.length = min(DOWN_SPLIT, INNER - unit.k);
-    return at < end_down;
+    return at < work.down_firsts[blockIdx.x + 1];
   }
   // From the other end, so that no block has the most of everything.
-  const u32 block = phase == PROJECT ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  unit.tile = block + gridDim.x * ((warp >> 1) + PAIRS * i);
+  const u32 block = phase == PROJECT ? BLOCKS - 1 - blockIdx.x : blockIdx.x;
+  unit.tile = block + BLOCKS * ((warp >> 1) + PAIRS * i);
   unit.split = warp & 1;
   unit.row = unit.tile * TILE;
   unit.k = unit.split * (HIDDEN / 2);
@@ -60,33 +57,38 @@ struct Ahead {
 
 struct Loader {
   const Work& work;
-  u32 lane_at;          // where the first slot has this lane's chunk of rows 0 to 3, swizzled
-  u32 first_down, end_down;
-  int warp, lane;
-  u64 policy;
   Ahead ahead;
 
-  __device__ __forceinline__ void begin_unit() {
+  // Goes on to the next unit; false if there is none.
+  __device__ __forceinline__ bool begin_unit() {
+    const int warp = thread_now() / 32, lane = thread_now() % 32;
     Unit unit;
 #pragma unroll 1
     for (; ahead.step < LAYERS * PHASES; ahead.step++, ahead.i = 0) {
-      if (find_unit(ahead.step % PHASES, ahead.i, warp, first_down, end_down, unit)) {
+      if (find_unit(work, ahead.step % PHASES, ahead.i, warp, unit)) {
         const int size = unit.matrix == DOWN ? INNER : HIDDEN;
         ahead.at = work.layers[ahead.step / PHASES].weights[unit.matrix] +
                    (i64)(unit.row + (lane >> 3)) * size + unit.k + (lane & 7) * 8;
         ahead.four_rows = 4 * size;
         ahead.left = unit.length;
         ahead.i++;
-        return;
+        return true;
       }
     }
+    return false;
   }
 
-  // Begins to load all free slots, in order: each a group of copies.
-  __device__ __forceinline__ void fill() {
+  // Begins to load free slots, in order, until `left` are: each a group of copies.
+  __device__ __forceinline__ void fill(Shared& shared, int left = 0) {
+    const int warp = thread_now() / 32, lane = thread_now() % 32;
+    const int chunk = lane & 7, chunk_row = lane >> 3;
+    // Where the first slot has this lane's chunk of rows 0 to 3, swizzled.
+    const u32 lane_at =
+        address(shared.rings[warp]) + chunk_row * (BOX * 2) + ((chunk ^ chunk_row) << 4);
+    const u64 policy = evict_first();
 #pragma unroll 1
-    for (; ahead.free > 0; ahead.free--) {
-      if (ahead.step < LAYERS * PHASES) {
+    for (; ahead.free > left; ahead.free--) {
+      if (ahead.left > 0 || begin_unit()) {
         const u32 low = lane_at + ahead.slot * SLOT_BYTES;
         const u32 high = (low ^ 64) + 4 * BOX * 2;  // four rows on the swizzle is another
         copy16(low, ahead.at, policy);
@@ -97,7 +99,6 @@ struct Loader {
         }
         ahead.at += 2 * BOX;
         ahead.left -= 2 * BOX;
-        if (ahead.left <= 0) begin_unit();
       }
       ahead.slot = ahead.slot + 1 == SLOTS ? 0 : ahead.slot + 1;
       end_group();

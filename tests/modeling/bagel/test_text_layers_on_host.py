@@ -26,8 +26,8 @@ TOLERANCE = 0.015
 class HostKernel:
     """Stands in for a CudaKernel."""
 
-    def __init__(self, folder: Path, sizes: TextSizes, num_blocks: int, eager_copies: bool):
-        self._num_blocks = num_blocks
+    def __init__(self, folder: Path, sizes: TextSizes, eager_copies: bool):
+        self._num_blocks = sizes.blocks
         compiler = shutil.which("g++")
         if compiler is None:
             pytest.skip("needs a C++ compiler")
@@ -103,9 +103,9 @@ def test_a_turn_is_that_of_the_eager_path(
     early,
     eager_copies,
 ):
-    sizes = TextSizes.of(CONFIG, len(filled), down_splits)
+    sizes = TextSizes.of(CONFIG, len(filled), down_splits, num_blocks, early)
     assert sizes.unsupported() is None
-    kernel = HostKernel(tmp_path, sizes, num_blocks, eager_copies)
+    kernel = HostKernel(tmp_path, sizes, eager_copies)
     generator = torch.Generator().manual_seed(sum(filled))
     spec = CacheSpec(CONFIG, sizes.rows, CAPACITY, torch.device("cpu"), torch.bfloat16)
     # Filled beyond what may be seen, with what would be noticed.

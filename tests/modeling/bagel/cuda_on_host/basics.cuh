@@ -157,6 +157,7 @@ inline float exp2_of(float x) { return exp2f(x); }
 inline float divide(float x, float y) { return x / y; }
 inline float rsqrt_of(float x) { return 1 / sqrtf(x); }
 
+inline int thread_now() { return current->thread; }
 inline unsigned char* block_memory() { return my_block().memory.data(); }
 inline u32 address(const void* p) { return (const unsigned char*)p - block_memory(); }
 inline void sync_some(int barrier, int threads) { meet(my_block().barriers[barrier], threads); }
