@@ -48,8 +48,10 @@ class CacheRead:
     """Which cached positions each of the packed query sequences sees.
 
     `rows[i]` is the cache row of sequence i, `query_lengths[i]` its tokens and `keys_used[i]` the
-    filled positions of that row, its own tokens included. Tensors are int32 on the device; where
-    all queries are single tokens, `keys_used` may be int64.
+    filled positions of that row, its own tokens included. `blanks[i]` is begin and end of those of
+    them that hold zeros, [sequences, 2], for kernels that need not read them; None if there are
+    none. Tensors are int32 on the device; where all queries are single tokens, `keys_used` may be
+    int64.
     """
 
     rows: tuple[int, ...]
@@ -58,6 +60,7 @@ class CacheRead:
     query_bounds: Tensor
     key_starts: Tensor
     keys_used: Tensor
+    blanks: Tensor | None
 
 
 def cache_read(
@@ -66,6 +69,7 @@ def cache_read(
     keys_used: Tensor,
     capacity: int,
     causal: bool,
+    blanks: Tensor | None = None,
 ) -> CacheRead:
     """Builds a CacheRead; `capacity` is C, the padded length of a cache row."""
     device = keys_used.device
@@ -77,6 +81,7 @@ def cache_read(
         query_bounds=_bounds(query_lengths, device),
         key_starts=_ints([*starts, starts[-1] + capacity], device),
         keys_used=keys_used,
+        blanks=blanks,
     )
 
 
@@ -127,7 +132,7 @@ def _cached_on_gpu(
         if fits_few(queries, q, keys):
             return few_queries_attention(q, *flat, *where, capacity, out)
         if fits_image(queries, q):
-            return image_attention(q, *flat, *where, out)
+            return image_attention(q, *flat, *where, out, read.blanks)
     result = flash_cached_attention(q, keys, values, read)
     return result if out is None else out.copy_(result)
 

@@ -35,6 +35,8 @@ class CacheSpec:
 class KvCache:
     """Keys and values of B contexts, and for each its filled length and its next RoPE id.
 
+    Of each it also knows one range of filled positions that hold zeros, begin and end.
+
     Built over given memory, which is not cleared: what reads a cache masks by the filled lengths.
     """
 
@@ -45,6 +47,7 @@ class KvCache:
         self.values = values
         self.lengths = [0] * rows
         self.next_rope = [0] * rows
+        self.blanks = [(0, 0)] * rows
         self.is_uniform = True
         """Whether every row is a copy of one prefix, or empty."""
 
@@ -82,6 +85,7 @@ class KvCache:
         copies = self.num_rows // source.num_rows
         self.lengths = source.lengths * copies
         self.next_rope = source.next_rope * copies
+        self.blanks = source.blanks * copies
         self.is_uniform = source.num_rows == 1 or source.is_uniform
 
     def append(
@@ -120,6 +124,9 @@ class KvCache:
         targets = targets.to(self.device)
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
         used = torch.tensor(ends, dtype=torch.int32, device=self.device)
+        ranges, blanks = [self.blanks[row] for row in rows], None
+        if any(begin < end for begin, end in ranges):
+            blanks = torch.tensor(ranges, dtype=torch.int32, device=self.device)
         if experts is not None:
             targets = experts.to_expert(targets)
         counts = runs or [lengths]
@@ -127,7 +134,7 @@ class KvCache:
             CacheRun(
                 self,
                 part,
-                cache_read(rows, count, used, self.capacity, causal),
+                cache_read(rows, count, used, self.capacity, causal, blanks),
                 sum(count) * (of_rows or len(rows)) // len(rows),
             )
             for part, count in zip(targets.split(list(map(sum, counts))), counts, strict=True)
@@ -140,6 +147,20 @@ class KvCache:
             self.lengths[row] += length
             self.next_rope[row] += step
         self.is_uniform = False
+
+    def leave_blank(self, rows: list[int], lengths: list[int]) -> None:
+        """Notes that the last `lengths[i]` filled positions of row `rows[i]` hold zeros.
+
+        Of a row that has such a range already the later one is known, and the other is read.
+
+        Raises:
+            ValueError: a row is not filled that far.
+        """
+        for row, length in zip(rows, lengths, strict=True):
+            end = self.lengths[row]
+            if length > end:
+                raise ValueError(f"cache row {row} holds {end} positions, not {length} zeros")
+            self.blanks[row] = (end - length, end)
 
 
 @dataclass(frozen=True)

@@ -163,6 +163,9 @@ class Contexts:
         vit_lengths = self._run_vit(images, rope_offset=1)
         lengths = [a + b for a, b in zip(latent_lengths, vit_lengths, strict=True)]
         self.cache.advance(self.rows, lengths, [2] * len(images))
+        # Behind the longer of the two segments nothing was written.
+        shorter = list(map(min, latent_lengths, vit_lengths))
+        self.cache.leave_blank(self.rows, shorter)
 
     def plan_noise(
         self, grid: ImageSize, rows: Sequence[int], by_expert: bool = False

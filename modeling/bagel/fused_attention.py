@@ -2,8 +2,9 @@
 
 Both read keys and values in place, from the filled positions of padded cache rows. What a query
 gets does not depend on the other queries, on the number of rows or on the padding: keys are taken
-in blocks of fixed size from the start of the row. Online softmax in fp32 (Milakov & Gimelshein
-2018; Dao et al. 2022), split over keys where queries are few (Dao et al. 2023).
+in blocks of fixed size, counted from the start of the row and from the end of its blank range.
+Online softmax in fp32 (Milakov & Gimelshein 2018; Dao et al. 2022), split over keys where queries
+are few (Dao et al. 2023).
 
 Shape letters: T queries, B cache rows, P padded positions of all rows, N heads, K KV heads, H head
 size.
@@ -245,6 +246,7 @@ def _image_kernel(
     out_ptr,
     start_ptr,
     used_ptr,
+    blank_ptr,
     num_queries,
     scale,
     HEADS: tl.constexpr,
@@ -253,7 +255,10 @@ def _image_kernel(
     QUERIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """QUERIES queries of one head of one sequence over all its keys."""
+    """QUERIES queries of one head of one sequence over all its keys.
+
+    Whole blocks in front of the blank range and behind it come first, then what both leave over.
+    """
     first, head, seq = tl.program_id(0) * QUERIES, tl.program_id(1), tl.program_id(2)
     kv_head = head // (HEADS // KV_HEADS)
     q = q_rows.load([seq * num_queries + first, head * H])
@@ -262,19 +267,33 @@ def _image_kernel(
     total = tl.zeros((QUERIES,), tl.float32)
     acc = tl.zeros((QUERIES, H), tl.float32)
     whole = used // BLOCK * BLOCK
+    if blank_ptr is not None:
+        begin, end = tl.load(blank_ptr + 2 * seq), tl.load(blank_ptr + 2 * seq + 1)
+        # A zero key has score 0, weight 1 at a top of 0, and adds no value.
+        top = tl.where(begin < end, tl.zeros_like(top), top)
+        total += end - begin
+        used -= end - begin
+        front = begin // BLOCK * BLOCK
+        whole = front + (used - begin) // BLOCK * BLOCK
     for key in tl.range(0, whole, BLOCK, num_stages=3):
-        keys = key_rows.load([start + key, kv_head * H])
-        values = value_rows.load([start + key, kv_head * H])
+        place = start + key
+        if blank_ptr is not None:
+            place += tl.where(key < front, 0, end - front)
+        keys = key_rows.load([place, kv_head * H])
+        values = value_rows.load([place, kv_head * H])
         scores = tl.dot(q, keys.T)
         acc, top, total = _online_softmax(scores, values, acc, top, total, scale)
     lane = tl.arange(0, H)
-    if whole < used:
-        at = whole + tl.arange(0, BLOCK)
-        inside = at < used
-        offset = start.to(tl.int64) * (KV_HEADS * H) + kv_head * H
-        keys, values = _load_filled(key_ptr, value_ptr, offset, at, inside, KV_HEADS, H)
-        scores = tl.where(inside[None, :], tl.dot(q, keys), float("-inf"))
-        acc, top, total = _online_softmax(scores, values, acc, top, total, scale)
+    for tail in tl.static_range(1 if blank_ptr is None else 2):
+        if whole + tail * BLOCK < used:
+            at = whole + tail * BLOCK + tl.arange(0, BLOCK)
+            inside = at < used
+            if blank_ptr is not None:
+                at += tl.where(at - whole < begin - front, front - whole, end - begin)
+            offset = start.to(tl.int64) * (KV_HEADS * H) + kv_head * H
+            keys, values = _load_filled(key_ptr, value_ptr, offset, at, inside, KV_HEADS, H)
+            scores = tl.where(inside[None, :], tl.dot(q, keys), float("-inf"))
+            acc, top, total = _online_softmax(scores, values, acc, top, total, scale)
     rows = first + tl.arange(0, QUERIES)
     places = (seq * num_queries + rows).to(tl.int64)[:, None] * (HEADS * H) + head * H
     out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
@@ -288,6 +307,7 @@ def image_attention(
     starts: Tensor,
     used: Tensor,
     out: Tensor | None = None,
+    blanks: Tensor | None = None,
 ) -> Tensor:
     """Attention of the same number of queries for every sequence over all its keys.
 
@@ -297,6 +317,9 @@ def image_attention(
         starts: int32 [at least sequences], first position of each.
         used: int32 [sequences], filled positions of each.
         out: [T, N, H], contiguous, where the result goes; None makes a new tensor.
+        blanks: int32 [sequences, 2], contiguous, begin and end of filled positions of each whose
+            keys and values are zeros: they are attended without being read. None if no sequence
+            has any.
 
     Returns:
         [T, N, H].
@@ -316,6 +339,7 @@ def image_attention(
         out,
         starts,
         used,
+        blanks,
         num_queries,
         size**-0.5 * LOG2_E,
         HEADS=num_heads,

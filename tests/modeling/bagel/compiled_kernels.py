@@ -86,9 +86,10 @@ def attention_cases() -> Cases:
             fused_attention.few_queries_attention, q, cached, cached, rows, rows, capacity, q
         )
     q = empty(4096, HEADS, HEAD)
-    found["image_attention"] = partial(
-        fused_attention.image_attention, q, cached, cached, rows, rows, q
-    )
+    for name, blanks in (("", None), (" with blanks", empty(4, 2, dtype=torch.int32))):
+        found[f"image_attention{name}"] = partial(
+            fused_attention.image_attention, q, cached, cached, rows, rows, q, blanks
+        )
     return found
 
 

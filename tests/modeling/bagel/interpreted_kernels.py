@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from modeling import fused_group_norm
-from modeling.bagel import cublas_order, few_rows, fused_flow, many_rows
+from modeling.bagel import attention, cublas_order, few_rows, fused_attention, fused_flow, many_rows
 from modeling.bagel.bagel import EagerStack, LayerPass, Wanted
 from modeling.bagel.cache import CacheAppend, CacheSpec, KvCache
 from modeling.bagel.config import LlmConfig
@@ -432,6 +432,38 @@ def whole_images() -> None:
         close(out, dense(q, starts, filled, keys, values))
 
 
+def blank_ranges() -> None:
+    """What lies in a blank range counts as zeros, and is not read: NaN lies there."""
+    fused_attention.fits_image = lambda queries, q: queries >= 64  # not on a GPU
+    for queries, used, blanks in (
+        (64, [650, 257, 456], [(130, 300), (0, 0), (0, 200)]),
+        (130, [180, 512, 421], [(50, 51), (128, 384), (256, 400)]),
+        (64, [400, 100, 301], [(100, 300), (60, 100), (0, 300)]),  # two tails; none behind; one key
+        (64, [600], [(257, 471)]),
+    ):
+        capacity, count = max(used) + 50, len(used)
+        q = torch.randn(count * queries, 14, 32)
+        starts, filled, keys, values = cache_with_holes(used, capacity, 32)
+        zeroed, poison = (keys.clone(), values.clone()), (keys.clone(), values.clone())
+        for start, (begin, end) in zip(starts.tolist(), blanks, strict=True):
+            for into, value in ((zeroed, 0), (poison, NAN)):
+                for each in into:
+                    each[start + begin : start + end] = value
+        ranges = torch.tensor(blanks, dtype=torch.int32)
+        out, plain = poisoned(*q.shape), poisoned(*q.shape)
+        image_attention(q, *poison, starts, filled, out, ranges)
+        close(out, dense(q, starts, filled, *zeroed))
+        image_attention(q, *zeroed, starts, filled, plain)
+        pairs = zip(out.split(queries), plain.split(queries), blanks, strict=True)
+        for mine, theirs, (begin, end) in pairs:
+            assert torch.equal(mine, theirs) == (begin == end), (begin, end)
+        # By way of the cache's reads: the same bits.
+        rows, lengths = (starts // capacity).tolist(), [queries] * count
+        read = attention.cache_read(rows, lengths, filled, capacity, False, ranges)
+        cached = [each.unflatten(0, (count, capacity)) for each in poison]
+        assert torch.equal(attention._cached_on_gpu(q, *cached, read, None), out)
+
+
 def many_row_products() -> None:
     """Tiles that overhang every edge; either weight may lie first in memory."""
     for rows, width, inner in ((130, 192, 96), (1, 128, 64), (300, 144, 80)):
@@ -627,6 +659,7 @@ if __name__ == "__main__":
         joined_bits,
         few_queries,
         whole_images,
+        blank_ranges,
         many_row_products,
         many_row_linears,
         bits_of_cublas,

@@ -1,9 +1,12 @@
 """Cached contexts: growing in pieces, image segments, the overlay, and the noise segment."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
+from modeling.bagel.config import ImageSize
 from modeling.bagel.context import Contexts
 from tests.tiny import condition_image, contexts, special_tokens, tiny_tokenizer
 
@@ -57,6 +60,7 @@ def test_image_segments_append_one_after_the_other():
     grown.add_vit(images)
     assert grown.cache.lengths == [VAE_TOKENS + 2 * VIT_TOKENS] * 2
     assert grown.cache.next_rope == [3, 3]
+    assert grown.cache.blanks == [(0, 0)] * 2
     alone = contexts(1)
     alone.add_image(images[1:], overlay=False)
     end = VAE_TOKENS + VIT_TOKENS
@@ -76,6 +80,19 @@ def test_overlay_loses_the_latents_and_attends_zeros_instead():
     assert_near(entries(overlaid, 0, 0, VIT_TOKENS), entries(alone, 0, 0, VIT_TOKENS))
     behind = entries(overlaid, 0, VIT_TOKENS, VIT_TOKENS + VAE_TOKENS)
     assert torch.equal(behind, torch.zeros_like(behind))
+    assert overlaid.cache.blanks == [(VIT_TOKENS, VIT_TOKENS + VAE_TOKENS)]
+
+
+def test_latents_longer_than_the_encoder_segment_stay_behind_it():
+    image, overlaid = condition_image(), contexts(1)
+    image = replace(image, latents=torch.randn(20, 64), latent_grid=ImageSize(4, 5))
+    overlaid.feed_text([0], [TOKENS])
+    overlaid.add_image([image], overlay=True)
+    begin, end = len(TOKENS) + 22, len(TOKENS) + 22 + VIT_TOKENS
+    assert overlaid.cache.lengths == [end]
+    assert overlaid.cache.blanks == [(begin, end)]
+    assert not entries(overlaid, 0, begin, end).any()
+    assert entries(overlaid, 0, begin - 1, begin).any()
 
 
 def test_overlaid_zeros_are_attended():
@@ -144,6 +161,52 @@ def test_some_rows_stand_for_all():
     assert [(run.num_tokens, run.eager_tokens) for run in few.runs] == [(2, 6), (4, 12)]
     every = cache.append([0, 1], [6, 5], False, runs=[[2, 2], [4, 3]])
     assert [(run.num_tokens, run.eager_tokens) for run in every.runs] == [(4, 4), (7, 7)]
+
+
+def test_copied_rows_keep_their_blank_range():
+    prefix, copies, again = (contexts(rows).cache for rows in (1, 2, 2))
+    prefix.advance([0], [6], [6])
+    prefix.leave_blank([0], [4])
+    copies.copy_rows(prefix)
+    copies.advance([1], [3], [3])
+    copies.leave_blank([1], [1])
+    again.copy_rows(copies)
+    assert prefix.blanks == [(2, 6)]
+    assert copies.blanks == again.blanks == [(2, 6), (8, 9)]
+
+
+def test_reads_know_the_blank_ranges_of_their_rows():
+    cache = contexts(3).cache
+    cache.advance([0, 2], [5, 9], [5, 9])
+    cache.leave_blank([0, 2], [3, 9])
+    for run in cache.append([2, 1, 0], [6] * 3, False, runs=[[2] * 3, [4] * 3]).runs:
+        assert run.read.blanks.tolist() == [[0, 9], [0, 0], [2, 5]]
+        assert run.read.blanks.dtype == torch.int32
+    (run,) = cache.append([1], [6], False).runs
+    assert run.read.blanks is None
+
+
+@torch.no_grad()
+def test_noise_behind_an_overlaid_image_knows_the_zeros():
+    overlaid, appended = contexts(2), contexts(2)
+    for grown, overlay in ((overlaid, True), (appended, False)):
+        grown.add_image([condition_image()] * 2, overlay)
+        grown.feed_text([0, 1], [TOKENS, TOKENS[:2]])
+    blank = [VIT_TOKENS, VIT_TOKENS + VAE_TOKENS]
+    for rows in ((0, 1), (1,)):
+        for run in overlaid.plan_noise(ImageSize(2, 3), rows, by_expert=True).append.runs:
+            assert run.read.blanks.tolist() == [blank] * len(rows)
+            assert run.read.keys_used.min() >= blank[1]
+    plan = appended.plan_noise(ImageSize(2, 3), (0, 1), by_expert=True)
+    assert [run.read.blanks for run in plan.append.runs] == [None, None]
+
+
+def test_zeros_lie_in_what_is_filled():
+    cache = contexts(2).cache
+    cache.advance([1], [5], [5])
+    with pytest.raises(ValueError, match="cache row 1 holds 5 positions, not 6 zeros"):
+        cache.leave_blank([1], [6])
+    assert cache.blanks == [(0, 0)] * 2
 
 
 @pytest.mark.parametrize(("rows", "capacity"), [(2, 96), (3, 4)])

@@ -24,7 +24,9 @@ def addresses(memory: DecodeMemory, rows: int, capacity: int) -> list[int]:
         assert cache.num_rows == rows and cache.capacity >= capacity
         assert cache.capacity % CAPACITY_STEP == 0
         assert cache.lengths == cache.next_rope == [0] * rows
+        assert cache.blanks == [(0, 0)] * rows
         cache.advance([rows - 1], [3], [3])  # no trace of it in the next cache
+        cache.leave_blank([rows - 1], [2])
         return [x.data_ptr() for x in (*cache.keys, *cache.values)]
 
 

@@ -31,6 +31,7 @@ CHECKS = (
     "ordered_stack",
     "few_queries",
     "whole_images",
+    "blank_ranges",
     "many_row_products",
     "many_row_linears",
     "bits_of_cublas",
