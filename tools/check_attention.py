@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -29,8 +30,18 @@ from modeling.bagel.layout import ROOT, ForestBuilder, SegmentKind, SegmentPlan
 HEADS, KV_HEADS, HEAD_SIZE = 28, 4, 128
 VIT_HEADS, VIT_HEAD_SIZE = 16, 72
 SLACK = 1e-4
-# Queries and keys of a sample: text turns, and the gen tokens of a flow without and with a picture.
-TIMED = ((1, 300), (1, 1500), (1024, 1150), (1024, 3300))
+ZEROS = (1298, 2324)
+"""Where cache rows hold zeros behind a picture's encoder segment, in the upstream recipe."""
+# Queries and keys of a sample: text turns, and the gen tokens of a flow without and with a picture;
+# the last two with zeros among the keys, read and left out.
+TIMED = (
+    (1, 300),
+    (1, 1500),
+    (1024, 1150),
+    (1024, 3300),
+    (1024, 3366, ZEROS, False),
+    (1024, 3366, ZEROS, True),
+)
 
 
 def relative_error(out: Tensor, reference: Tensor) -> float:
@@ -92,28 +103,76 @@ def check_cached(causal: bool, query_lengths: list[int], capacity: int = 600) ->
     return results
 
 
+def check_blank(queries: int, used: int) -> list[dict]:
+    """Zeros that are attended without being read, in all rows but the last.
+
+    Also that they change no bit of that row, and that the same comes again.
+    """
+    rows, lengths, capacity = [2, 0, 1, 3], [queries] * 4, used + 200
+    q = draw(4 * queries, HEADS, HEAD_SIZE, seed=13)
+    memory = [draw(4, capacity, KV_HEADS, HEAD_SIZE, seed=i) for i in (14, 15)]
+    for each in memory:
+        each[:3, slice(*ZEROS)] = 0
+    read = _read(rows, lengths, [used] * 4, capacity, False, [ZEROS] * 3 + [(0, 0)])
+    reference = cached_attention(q, *memory, read)
+    half = [x.bfloat16() for x in (q, *memory)]
+    plain = cached_attention(*(x.float() for x in half), read).bfloat16()
+    without = cached_attention(*half, replace(read, blanks=None))
+    for each in half[1:]:
+        each[:3, slice(*ZEROS)] = float("nan")
+    out = cached_attention(*half, read)
+    name = f"cached, zeros left out, {queries} queries of {used}"
+    same = [
+        torch.equal(cached_attention(*half, read), out),
+        torch.equal(out[3 * queries :], without[3 * queries :]),
+    ]
+    print(f"{'':<36} again, row without zeros: {same}")
+    return [
+        verdict(name, relative_error(out, reference), relative_error(plain, reference)),
+        {"name": f"{name} repeats bit for bit", "passed": all(same)},
+    ]
+
+
 def _read(
-    rows: list[int], query_lengths: list[int], used: list[int], capacity: int, causal: bool
+    rows: list[int],
+    query_lengths: list[int],
+    used: list[int],
+    capacity: int,
+    causal: bool,
+    blanks: list[tuple[int, int]] | None = None,
 ) -> CacheRead:
-    filled = torch.tensor(used, dtype=torch.int32, device="cuda")
-    return cache_read(rows, query_lengths, filled, capacity, causal)
+    filled, ranges = (
+        None if each is None else torch.tensor(each, dtype=torch.int32, device="cuda")
+        for each in (used, blanks)
+    )
+    return cache_read(rows, query_lengths, filled, capacity, causal, ranges)
 
 
-def time_cached(queries: int, used: int) -> dict:
-    """Microseconds of attention over the cache at a rollout's shapes, beside PyTorch's kernel."""
+def time_cached(
+    queries: int, used: int, zeros: tuple[int, int] = (0, 0), is_known: bool = False
+) -> dict:
+    """Microseconds of attention over the cache at a rollout's shapes, beside PyTorch's kernel.
+
+    Keys and values of the range `zeros` are zeros; where that `is_known`, ours leaves them out.
+    """
     capacity = used + 200
     q = draw(4 * queries, HEADS, HEAD_SIZE, seed=10).bfloat16()
     keys, values = (draw(4, capacity, KV_HEADS, HEAD_SIZE, seed=i).bfloat16() for i in (11, 12))
-    read = _read([0, 1, 2, 3], [queries] * 4, [used] * 4, capacity, queries == 1)
+    keys[:, slice(*zeros)] = values[:, slice(*zeros)] = 0
+    blanks, left_out = ([zeros] * 4, zeros[1] - zeros[0]) if is_known else (None, 0)
+    read = _read([0, 1, 2, 3], [queries] * 4, [used] * 4, capacity, queries == 1, blanks)
 
     own, theirs = (
         do_bench_cudagraph(partial(attend, q, keys, values, read), return_mode="median") * 1e3
         for attend in (cached_attention, flash_cached_attention)
     )
-    rate = 4 * 4 * queries * used * HEADS * HEAD_SIZE / own / 1e6
-    print(f"{queries:>5} queries, {used:>5} keys: {own:>7.1f} us, flash {theirs:>7.1f} us", end="")
+    rate = 4 * 4 * queries * (used - left_out) * HEADS * HEAD_SIZE / own / 1e6
+    print(f"{queries:>5} queries, {used:>5} keys", end="")
+    print(f", {left_out} of them left out" if is_known else "", end="")
+    print(f": {own:>7.1f} us, flash {theirs:>7.1f} us", end="")
     print(f", {rate:.0f} TFLOP/s" if queries > 1 else "")
-    return {"queries": queries, "keys": used, "own_us": own, "flash_us": theirs}
+    shape = {"queries": queries, "keys": used, "left_out": left_out}
+    return {**shape, "own_us": own, "flash_us": theirs}
 
 
 def forest() -> SegmentPlan:
@@ -173,6 +232,7 @@ def main(argv: list[str] | None = None) -> int:
         results += check_cached(causal, [100, 3, 258])
     for count, capacity in ((1, 3000), (2, 600), (2, 1500), (64, 600), (130, 600), (1024, 1700)):
         results += check_cached(False, [count] * 3, capacity)
+    results += check_blank(1024, 3366)
     results += check_forest()
     timed = [time_cached(*shape) for shape in TIMED]
     if args.json:
