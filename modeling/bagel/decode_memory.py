@@ -1,6 +1,6 @@
-"""Cache memory of the contexts that decode text, lent to one rollout after another.
+"""Cache memory of contexts that run through graphs, lent to one rollout after another.
 
-Captured turns bake its addresses in, so it stays where it is until a rollout needs more of it.
+Graphs bake its addresses in, so it stays where it is until a rollout needs more of it.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,15 +36,15 @@ class DecodeMemory:
 
         However the block ends, the cache is closed then and the memory is free for the next one.
         It is not cleared: entries of earlier rollouts lie behind the filled lengths, where no
-        attention looks. Contexts that attend to zeros there (the overlay) have to bring their own.
+        attention looks. Contexts that attend to zeros there (the overlay) have to write them.
 
         Raises:
             RuntimeError: the memory is lent already.
         """
         if self.lent is not None:
             raise RuntimeError(
-                "the decode cache memory is lent already: contexts that decode text have to end "
-                "before the next ones begin"
+                "the cache memory is lent already: contexts over it have to end before the next "
+                "ones begin"
             )
         self._reserve(spec)
         cache = KvCache(*([x[: spec.rows] for x in xs] for xs in (self._keys, self._values)))
