@@ -19,6 +19,7 @@ from modeling.bagel.context import (
     ConditionImage,
     Contexts,
     SpecialTokens,
+    Stacks,
 )
 from modeling.bagel.execution import Execution
 from modeling.bagel.flow import (
@@ -122,8 +123,9 @@ class RolloutController:
         room = [len(system) + 2, max(map(len, requests)) + 2, stage.max_tokens + 1]
         rows, noise, is_shared = len(prompts), self._room_for_noise(grid), _all_equal(requests)
         with self._thinking_contexts(rows, sum(room) + noise) as cond:
-            with self.timer.phase("prefill"):
-                prefix, text = self.empty_contexts(1, sum(room[:2])), None
+            prefill = self.timer.phase("prefill")
+            with prefill, self._prefix_contexts(sum(room[:2])) as prefix:
+                text = None
                 if stage.think:
                     prefix.add_text([system])
                 if stage.flow.guidance.text_scale > 1:
@@ -225,7 +227,7 @@ class RolloutController:
         is_shared = _all_equal(requests) and _all_same(conditions)
         with self._thinking_contexts(len(prompts), room + stage.max_tokens + 1) as contexts:
             with self.timer.phase("prefill"):
-                self._fill(contexts, add_all, is_shared)
+                self._fill(contexts, add_all, is_shared, room)
             return self._think(contexts, stage, draws)
 
     def _edit_contexts(
@@ -245,7 +247,7 @@ class RolloutController:
             is_large = conditions[0].latents.shape[0] >= INVARIANT_ROWS
             is_shared = is_large and _all_same(conditions)
             cond = self.empty_contexts(rows, capacity)
-            self._fill(cond, add_image, is_shared)
+            self._fill(cond, add_image, is_shared, image_room)
             guidance, text, image = self.config.refine.flow.guidance, None, None
             if guidance.text_scale > 1:
                 text = self.empty_contexts(rows, capacity)
@@ -291,34 +293,35 @@ class RolloutController:
         return Sample(thought, text, format_reward(text, is_answer_due), operation, picture)
 
     def _fill(
-        self, contexts: Contexts, fill: Callable[[Contexts], None], is_shared: bool
+        self, contexts: Contexts, fill: Callable[[Contexts], None], is_shared: bool, room: int
     ) -> None:
-        """Does `fill` to empty contexts, once for all rows where they begin alike."""
-        if contexts.cache.num_rows == 1 or not is_shared:
+        """Does `fill`, for which `room` is enough, to empty contexts: once if rows begin alike."""
+        if not is_shared:
             fill(contexts)
             return
-        prefix = self.empty_contexts(1, contexts.cache.capacity)
-        fill(prefix)
-        contexts.cache.copy_rows(prefix.cache)
+        with self._prefix_contexts(room) as prefix:
+            fill(prefix)
+            contexts.cache.copy_rows(prefix.cache)
+
+    @contextmanager
+    def _prefix_contexts(self, capacity: int) -> Iterator[Contexts]:
+        """An empty context for what samples share, to be copied to theirs before the block ends."""
+        with self.execution.prefix_cache(self._cache_spec(1, capacity)) as cache:
+            yield self._contexts(cache, self.execution.prefix_stacks)
 
     @contextmanager
     def _thinking_contexts(self, rows: int, capacity: int) -> Iterator[Contexts]:
         """Empty contexts that may decode text; after the block the next ones get their memory."""
         with self.execution.decode_cache(self._cache_spec(rows, capacity)) as cache:
-            yield self._contexts(cache)
+            yield self._contexts(cache, self.execution.stacks)
 
     def empty_contexts(self, rows: int, capacity: int) -> Contexts:
         """`rows` contexts without a token, with room for `capacity` tokens each."""
-        return self._contexts(KvCache.zeros(self._cache_spec(rows, capacity)))
+        cache = KvCache.zeros(self._cache_spec(rows, capacity))
+        return self._contexts(cache, self.execution.stacks)
 
-    def _contexts(self, cache: KvCache) -> Contexts:
-        return Contexts(
-            self.model,
-            cache,
-            self.special,
-            self.recipe.rollout_rounding,
-            self.execution.stacks,
-        )
+    def _contexts(self, cache: KvCache, stacks: Stacks) -> Contexts:
+        return Contexts(self.model, cache, self.special, self.recipe.rollout_rounding, stacks)
 
     def _cache_spec(self, rows: int, capacity: int) -> CacheSpec:
         weight = self.model.llm2vae.weight

@@ -13,6 +13,7 @@ from modeling.bagel.flow import MakeForwards, eager_forwards
 from modeling.bagel.graph_capture import CudaBackend, GraphCapture
 from modeling.bagel.sampling import SamplingConfig, sample_tokens
 from modeling.bagel.static_flow_graph import static_forwards
+from modeling.bagel.static_prefix_graph import PrefixGraphs
 from modeling.bagel.static_text_graph import TextGraphs, decode_text_static
 from modeling.bagel.switches import Switches
 from modeling.bagel.text_decode import DecodedText, decode_text
@@ -26,6 +27,7 @@ class Execution:
     text_graphs: TextGraphs | None = None
     flow_graphs: bool = False
     capture: GraphCapture = field(default_factory=lambda: GraphCapture(None))
+    prefix_graphs: PrefixGraphs | None = None
 
     def decode_cache(self, spec: CacheSpec) -> AbstractContextManager[KvCache]:
         """The cache of contexts that decode text, until the block ends.
@@ -36,6 +38,27 @@ class Execution:
         if self.text_graphs is None:
             return nullcontext(KvCache.zeros(spec))
         return self.text_graphs.memory.lend(spec)
+
+    def prefix_cache(self, spec: CacheSpec) -> AbstractContextManager[KvCache]:
+        """A cache of zeros for a prefix, which is copied to its samples before the block ends.
+
+        New for every prefix, or over the memory of prefix graphs: then one at a time, and with at
+        least the capacity asked for.
+        """
+        if self.prefix_graphs is None:
+            return nullcontext(KvCache.zeros(spec))
+        return self.prefix_graphs.lend(spec)
+
+    @property
+    def prefix_stacks(self) -> Stacks:
+        """The stacks of contexts over a `prefix_cache`: with graphs for the stack that has them."""
+        graphs, stacks = self.prefix_graphs, self.stacks
+        if graphs is None:
+            return stacks
+        text, image = (
+            graphs if stack is graphs.stack else stack for stack in (stacks.text, stacks.image)
+        )
+        return Stacks(text, image, stacks.draw)
 
     def decode(
         self,
@@ -51,14 +74,15 @@ class Execution:
 
     def counters(self) -> dict[str, float]:
         """Graph counters under their metric names; nothing where no graphs are used."""
-        if self.text_graphs is None and not self.flow_graphs:
+        if self.text_graphs is None and self.prefix_graphs is None and not self.flow_graphs:
             return {}
         return self.capture.metrics()
 
     def release(self) -> None:
-        """Drops what is kept between rollouts: text graphs and their memory."""
-        if self.text_graphs is not None:
-            self.text_graphs.release()
+        """Drops what is kept between rollouts: graphs of text and of prefixes, and their memory."""
+        for graphs in (self.text_graphs, self.prefix_graphs):
+            if graphs is not None:
+                graphs.release()
 
     @property
     def make_forwards(self) -> MakeForwards:
@@ -95,4 +119,5 @@ def build_execution(
         text_graphs=TextGraphs(capture) if text else None,
         flow_graphs=flow,
         capture=capture,
+        prefix_graphs=PrefixGraphs(fused, capture) if text and reason is None else None,
     )

@@ -8,11 +8,16 @@ from PIL import Image
 from data.geneval import GenevalPrompt, parse_prompt
 from modeling.autoencoder import load_autoencoder
 from modeling.bagel import execution
-from modeling.bagel.context import Contexts
+from modeling.bagel.bagel import EagerStack
+from modeling.bagel.context import Contexts, Stacks
+from modeling.bagel.execution import Execution
 from modeling.bagel.flow import StochasticDraw
+from modeling.bagel.graph_capture import GraphCapture
 from modeling.bagel.images import patchify
+from modeling.bagel.static_prefix_graph import PrefixGraphs
 from modeling.bagel.text_decode import DecodedText
 from modeling.bagel.weights import read_bagel_config
+from tests.fake_graph import FakeBackend
 from tests.tiny import CHECKPOINT, CPU, tiny_config, tiny_model, tiny_tokenizer
 from train import rollout_controller
 from train.assembly import rollout_config
@@ -22,7 +27,9 @@ from train.recipe import recipe_named
 from train.rollout_controller import RolloutController, StepDraws, edit_operation, flow_trace
 
 
-def controller(recipe: str = "consistent", **flags: object) -> RolloutController:
+def controller(
+    recipe: str = "consistent", execution: Execution | None = None, **flags: object
+) -> RolloutController:
     config = tiny_config("trace_consistent", num_timesteps_gen=3, num_timesteps_edit=3, **flags)
     recipe = recipe_named(recipe)
     return RolloutController(
@@ -32,6 +39,7 @@ def controller(recipe: str = "consistent", **flags: object) -> RolloutController
         rollout_config(config, read_bagel_config(CHECKPOINT), recipe),
         recipe,
         PhaseTimer(),
+        execution=execution,
     )
 
 
@@ -202,6 +210,54 @@ def test_shared_prefixes_change_nothing_but_the_work(monkeypatch, recipe):
     (samples, flow), (others, reference) = results
     assert [s.thought.ids for s in samples] == [s.thought.ids for s in others]
     torch.testing.assert_close(flow.latents, reference.latents, rtol=1e-4, atol=1e-4)
+
+
+def prefix_execution(backend: FakeBackend, is_image_fused: bool = True) -> Execution:
+    stack, capture = EagerStack(), GraphCapture(backend)
+    stacks = Stacks(stack, stack if is_image_fused else EagerStack())
+    return Execution(stacks, capture=capture, prefix_graphs=PrefixGraphs(stack, capture))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("recipe", ["upstream", "consistent"])
+def test_prefixes_through_graphs_give_the_same_samples(monkeypatch, recipe, rows):
+    monkeypatch.setattr(rollout_controller, "INVARIANT_ROWS", 1)
+    backend = FakeBackend()
+    eager, captured = controller(recipe), controller(recipe, prefix_execution(backend))
+    prompts = [prompt("a red cat"), prompt("a red dog"), prompt("a photo of two cats")]
+    for step in range(6):
+        shared_picture, before = picture(step), backend.replays
+        results = []
+        for each in (eager, captured):
+            generated = each.generate([prompts[step % 3]] * rows, draws())
+            images = [shared_picture] * rows
+            refined = each.refine([prompts[step % 3]] * rows, images, draws())[:2]
+            results.append((generated, refined))
+        for (samples, flow), (others, reference) in zip(*results, strict=True):
+            assert [s.thought for s in samples] == [s.thought for s in others]
+            assert torch.equal(flow.latents, reference.latents)
+    # System text and prompt; system text, encoder segment and request; both of the picture.
+    assert backend.replays - before == 2 + 3 + 2
+    counters = captured.execution.counters()
+    assert (counters["graphs/fallen_back"], counters["graphs/recaptured"]) == (0, 0)
+    assert captured.execution.prefix_graphs.memory.lent is None
+
+
+@torch.no_grad()
+def test_only_what_is_shared_and_fused_goes_through_prefix_graphs():
+    backend = FakeBackend()
+    rolled = controller(execution=prefix_execution(backend, is_image_fused=False))
+    words = ("a red cat", "two dogs and a cat", "a car")
+    for _ in range(3):
+        rolled.generate([prompt(each) for each in words], draws())
+    assert backend.replays == 2  # the system text
+    images = [picture()] * 2
+    for _ in range(3):
+        rolled.refine([prompt("a red cat")] * 2, images, draws())
+    assert backend.captures == 3 and backend.replays == 2 + 2 * 2  # texts around the picture
+    rolled.execution.release()
+    assert rolled.execution.prefix_graphs.memory.spec is None
 
 
 @torch.no_grad()

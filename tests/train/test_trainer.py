@@ -10,8 +10,11 @@ import torch
 from PIL import Image
 
 from data.geneval import read_prompts
+from modeling.bagel.bagel import EagerStack
+from modeling.bagel.context import Stacks
 from modeling.bagel.execution import Execution
 from modeling.bagel.graph_capture import GraphCapture
+from modeling.bagel.static_prefix_graph import PrefixGraphs
 from modeling.bagel.static_text_graph import TextGraphs
 from tests.fake_graph import FakeBackend
 from tests.tiny import PARITY, one_rank, tiny_config
@@ -206,8 +209,10 @@ def drift_of_images(report: StepReport) -> float:
 
 
 def captured_execution(backend: FakeBackend) -> Execution:
-    capture = GraphCapture(backend)
-    return Execution(text_graphs=TextGraphs(capture), flow_graphs=True, capture=capture)
+    capture, stack = GraphCapture(backend), EagerStack()
+    return Execution(
+        Stacks(stack, stack), TextGraphs(capture), True, capture, PrefixGraphs(stack, capture)
+    )
 
 
 def assert_same_steps(eager: StepReport, captured: StepReport) -> None:
