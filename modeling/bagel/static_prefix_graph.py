@@ -164,10 +164,14 @@ class PrefixGraphs:
 def _kind(layer_pass: LayerPass) -> tuple:
     """All that the host decides by in a pass over one memory; the rest are its inputs."""
     experts, append, x = layer_pass.experts, layer_pass.append, layer_pass.x
-    reads = [(run.read, run.eager_tokens) for run in append.runs]
+    runs = tuple(
+        (run.read.rows, run.read.query_lengths, run.read.causal, run.read.blanks is None)
+        + (run.eager_tokens,)
+        for run in append.runs
+    )
     return (
         (experts.num_und, experts.num_gen, experts.order is None, append.order is None),
-        tuple((read.rows, read.query_lengths, read.causal, tokens) for read, tokens in reads),
+        runs,
         (layer_pass.wanted, layer_pass.rotary.rounding),
         (x.shape, x.dtype),
     )
@@ -193,7 +197,8 @@ def _with_inputs(layer_pass: LayerPass, swap: Callable[[Tensor], Tensor]) -> Lay
         return replace(experts, order=swap(experts.order), inverse=swap(experts.inverse))
 
     def swap_run(run: CacheRun) -> CacheRun:
-        names = ("query_bounds", "key_starts", "keys_used")
+        names = ["query_bounds", "key_starts", "keys_used"]
+        names += ["blanks"] if run.read.blanks is not None else []
         read = replace(run.read, **{name: swap(getattr(run.read, name)) for name in names})
         return replace(run, places=swap(run.places), read=read)
 

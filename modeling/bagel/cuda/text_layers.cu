@@ -7,7 +7,7 @@
 //
 // Every value has the bits of the kernels one by one (fused_ops.py, few_rows.py and
 // fused_attention.py): the same order of sums, the same points of rounding, the same instructions
-// where these round differently. Without fused multiply-adds but where said. Nothing may be spilled:
+// where these round differently. Without fused multiply-adds but where said. Nothing is spilled:
 // every look at a barrier throws out the first-level cache. So what depends on the thread is
 // computed anew in every phase (`thread_now`) where it would hold a register through all of them.
 //
