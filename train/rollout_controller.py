@@ -30,6 +30,7 @@ from modeling.bagel.flow import (
     run_flow,
 )
 from modeling.bagel.images import ImageTransform, patchify, to_rgb, to_uint8, unpatchify
+from modeling.bagel.layers import to_device
 from modeling.bagel.probe import Probe, no_probe
 from modeling.bagel.sampling import SamplingConfig
 from modeling.bagel.text_decode import DecodedText
@@ -190,7 +191,7 @@ class RolloutController:
             with self._vae_precision(device):
                 # As one batch even where pictures repeat: convolutions of a batch and of a
                 # single picture may round differently, and the recorded runs encode a batch.
-                latents = self.autoencoder.encode(pixels.to(device))
+                latents = self.autoencoder.encode(to_device(pixels, device))
             side = ImageSize(*(n // LATENT_PATCH for n in latents.shape[-2:]))
             encoded: dict[int, ConditionImage] = {}
             for image, latent in zip(images, latents, strict=True):
@@ -205,7 +206,8 @@ class RolloutController:
         pixels = self.config.vit_transform(to_rgb(image))
         patches = patchify(pixels, patch)
         grid = ImageSize(pixels.shape[1] // patch, pixels.shape[2] // patch)
-        return patches, self.model.encode_vit(patches.to(device, dtype), grid), grid
+        features = self.model.encode_vit(to_device(patches, device).to(dtype), grid)
+        return patches, features, grid
 
     def _reflect(
         self,

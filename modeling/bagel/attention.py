@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from modeling.bagel.layers import to_device
 from modeling.bagel.layout import SegmentPlan
 
 FLEX_BLOCK = 128
@@ -276,7 +277,7 @@ def _bounds(lengths: list[int], device: torch.device) -> Tensor:
 
 
 def _ints(values: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
+    return to_device(torch.tensor(values, dtype=torch.int32), device)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal=False) -> Tensor:

@@ -17,7 +17,13 @@ from modeling.bagel.batch import LearnerOutput, PackedBatch
 from modeling.bagel.cache import CacheAppend
 from modeling.bagel.config import BagelConfig, ImageSize
 from modeling.bagel.images import position_ids
-from modeling.bagel.layers import Connector, PositionTable, TimestepEmbedder, sincos_table
+from modeling.bagel.layers import (
+    Connector,
+    PositionTable,
+    TimestepEmbedder,
+    sincos_table,
+    to_device,
+)
 from modeling.bagel.qwen2_navit import (
     Decoder,
     ExpertOrder,
@@ -132,7 +138,7 @@ class Bagel(nn.Module):
 
     def encode_vit(self, patches: Tensor, grid: ImageSize) -> Tensor:
         """Image-encoder output [I, D_vit] of one picture's patches, past the hooks of FSDP2."""
-        ids = position_ids(grid, self.config.vit.side).to(patches.device)
+        ids = to_device(position_ids(grid, self.config.vit.side), patches.device)
         return self.vit_model.vision_model(patches, ids, [ids.numel()])
 
     def embed_latents(self, latents: Tensor, time: Tensor, position_ids: Tensor) -> Tensor:

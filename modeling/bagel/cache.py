@@ -10,6 +10,7 @@ from torch import Tensor
 
 from modeling.bagel.attention import CacheRead, cache_read, cached_attention
 from modeling.bagel.config import LlmConfig
+from modeling.bagel.layers import to_device
 from modeling.bagel.qwen2_navit import ExpertOrder
 
 
@@ -121,12 +122,12 @@ class KvCache:
         firsts = [row * self.capacity + start for row, start in zip(rows, starts, strict=True)]
         spans = zip(firsts, lengths, strict=True)
         targets = torch.cat([torch.arange(first, first + length) for first, length in spans])
-        targets = targets.to(self.device)
+        targets = to_device(targets, self.device)
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
-        used = torch.tensor(ends, dtype=torch.int32, device=self.device)
+        used = to_device(torch.tensor(ends, dtype=torch.int32), self.device)
         ranges, blanks = [self.blanks[row] for row in rows], None
         if any(begin < end for begin, end in ranges):
-            blanks = torch.tensor(ranges, dtype=torch.int32, device=self.device)
+            blanks = to_device(torch.tensor(ranges, dtype=torch.int32), self.device)
         if experts is not None:
             targets = experts.to_expert(targets)
         counts = runs or [lengths]

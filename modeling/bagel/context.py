@@ -13,6 +13,7 @@ from modeling.bagel.bagel import Bagel, EagerStack, Stack, Wanted
 from modeling.bagel.cache import CacheAppend, KvCache
 from modeling.bagel.config import ImageSize
 from modeling.bagel.images import position_ids
+from modeling.bagel.layers import to_device
 from modeling.bagel.qwen2_navit import ExpertOrder, QkRounding
 from modeling.bagel.sampling import SamplingConfig, sample_tokens
 from modeling.bagel.tokenizer import BagelTokenizer
@@ -115,10 +116,10 @@ class Contexts:
             for row, length in zip(rows, lengths, strict=True)
             for i in range(length)
         ]
-        ids = torch.tensor([i for run in tokens for i in run], device=self.device)
+        ids = to_device(torch.tensor([i for run in tokens for i in run]), self.device)
         append = self.cache.append(rows, lengths, causal=True)
         experts = ExpertOrder(ids.numel(), 0, None, None)
-        rope_ids = torch.tensor(ropes, device=self.device)
+        rope_ids = to_device(torch.tensor(ropes), self.device)
         hidden = self.extend_text(self.model.embed_text(ids), experts, rope_ids, append)
         self.cache.advance(rows, lengths, lengths)
         return hidden
@@ -215,7 +216,7 @@ class Contexts:
             patches.append(torch.arange(start + 1, start + length - 1))
             start += length
         und, gen = torch.tensor(markers), torch.cat(patches)
-        experts = ExpertOrder.from_positions(und.to(self.device), gen.to(self.device))
+        experts = ExpertOrder.from_positions(*(to_device(x, self.device) for x in (und, gen)))
         # On a CPU the whole segment attends at once: recorded runs hold the bits of that.
         by_expert = by_expert or self.device.type == "cuda"
         runs = [[NUM_MARKERS] * len(rows), counts] if by_expert else None
@@ -223,14 +224,13 @@ class Contexts:
             # Encoder tokens go through the und expert too: one run in document order.
             experts, runs = ExpertOrder(start, 0, None, experts.inverse), None
         ropes = [self.cache.next_rope[row] + rope_offset for row in rows]
+        rope_ids = torch.repeat_interleave(torch.tensor(ropes), torch.tensor(lengths))
         ids = [self.special.vision_start, self.special.vision_end] * len(rows)
         return ImageAppend(
             experts=experts,
-            marker_ids=torch.tensor(ids, device=self.device),
-            rope_ids=torch.repeat_interleave(torch.tensor(ropes), torch.tensor(lengths)).to(
-                self.device
-            ),
-            position_ids=torch.cat(positions).to(self.device),
+            marker_ids=to_device(torch.tensor(ids), self.device),
+            rope_ids=to_device(rope_ids, self.device),
+            position_ids=to_device(torch.cat(positions), self.device),
             append=self.cache.append(
                 rows,
                 lengths,

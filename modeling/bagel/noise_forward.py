@@ -14,6 +14,7 @@ from modeling.bagel.bagel import Wanted
 from modeling.bagel.cache import CacheAppend
 from modeling.bagel.config import ImageSize
 from modeling.bagel.context import INVARIANT_ROWS, NUM_MARKERS, Contexts
+from modeling.bagel.layers import to_device
 from modeling.bagel.qwen2_navit import ExpertOrder
 
 Rows = tuple[int, ...]
@@ -102,7 +103,9 @@ class _Pick:
         if rows == tuple(contexts.rows):
             return _Pick(len(rows), None, None)
         sources = [rows.index(row) if row in rows else 0 for row in contexts.rows]
-        chosen, sources = (torch.tensor(ids, device=contexts.device) for ids in (rows, sources))
+        chosen, sources = (
+            to_device(torch.tensor(ids), contexts.device) for ids in (rows, sources)
+        )
         return _Pick(contexts.cache.num_rows, chosen, sources)
 
     def rows_of(self, x: Tensor) -> Tensor:

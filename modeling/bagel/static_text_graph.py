@@ -14,9 +14,10 @@ from torch import Tensor
 from modeling.bagel.context import Contexts
 from modeling.bagel.decode_memory import DecodeMemory
 from modeling.bagel.graph_capture import CapturedWork, CaptureError, GraphCapture
+from modeling.bagel.layers import to_device
 from modeling.bagel.sampling import SamplingConfig
 from modeling.bagel.text_decode import DecodedText
-from modeling.bagel.text_turn import TurnProgram, TurnSource, to_device
+from modeling.bagel.text_turn import TurnProgram, TurnSource
 
 MAX_REFUSED = 2
 """After so many decodes in a row in which a capture was refused no more are tried."""
@@ -186,7 +187,7 @@ class _Decode:
 
     def keep(self, staying: list[int]) -> None:
         """Drops all samples but those at the given places."""
-        index = to_device(staying, self.contexts.device)
+        index = to_device(torch.tensor(staying), self.contexts.device)
         tokens = self.turn.program.state.tokens[index]
         self._load([self.rows[i] for i in staying])
         self.turn.program.state.tokens.copy_(tokens)

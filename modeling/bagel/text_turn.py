@@ -11,6 +11,7 @@ from torch import Tensor
 from modeling.bagel.attention import cache_read
 from modeling.bagel.cache import CacheAppend, CacheRun, KvCache
 from modeling.bagel.context import Contexts
+from modeling.bagel.layers import to_device
 from modeling.bagel.qwen2_navit import ExpertOrder
 from modeling.bagel.sampling import SamplingConfig
 
@@ -49,7 +50,8 @@ class TurnState:
             "key_starts": [*starts, starts[-1] + cache.capacity],
             "keys_used": [n + 1 for n in lengths],
         }
-        loaded = to_device([n for part in numbers.values() for n in part], cache.device)
+        loaded = torch.tensor([n for part in numbers.values() for n in part])
+        loaded = to_device(loaded, cache.device)
         parts = loaded.split([len(part) for part in numbers.values()])
         for name, part in zip(numbers, parts, strict=True):
             getattr(self, name).copy_(part)
@@ -105,11 +107,3 @@ class TurnProgram:
         cache = self.source.contexts.cache
         own = [*vars(self.state).values(), self._read.query_bounds]
         return [*own, *cache.keys, *cache.values, *self.source.weights]
-
-
-def to_device(numbers: list[int], device: torch.device) -> Tensor:
-    """int64 on the device; on a GPU from pinned memory, since a plain copy waits for it."""
-    host = torch.tensor(numbers)
-    if device.type != "cuda":
-        return host.to(device)
-    return host.pin_memory().to(device, non_blocking=True)
