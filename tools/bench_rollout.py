@@ -46,6 +46,8 @@ from train.records import NO_EDIT, Sample
 from train.rollout_controller import RolloutController, StepDraws
 
 SAMPLES, TOKENS = 4, 1024
+WARM_UP = 3
+"""Rollouts of a stage until all graphs that are kept between rollouts have been captured."""
 # Least figures wanted, for some depths: of one mode, or of both.
 TARGETS = {
     6: {
@@ -296,7 +298,8 @@ def measure(bench: Bench, mode: str, repeats: int) -> dict[str, float]:
     torch.cuda.reset_peak_memory_stats()
     for stage in ("generate", "refine"):
         config = getattr(controller.config, stage)
-        roll(bench, mode, stage, 0)
+        for step in range(WARM_UP):
+            roll(bench, mode, stage, step)
         rows = []
         for repeat in range(repeats):
             controller.timer.reset()

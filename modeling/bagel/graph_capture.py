@@ -14,6 +14,8 @@ logger = logging.getLogger("faster_r3")
 
 FLUSH_BELOW_GIB = 4.0
 """The allocator is flushed before a capture only when less than this is free on the device."""
+MAX_REFUSED = 2
+"""After so many refusals in a row those who keep graphs between rollouts try no more captures."""
 
 
 class StaleGraphError(RuntimeError):

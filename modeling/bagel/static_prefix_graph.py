@@ -15,13 +15,16 @@ from torch import Tensor, nn
 from modeling.bagel.bagel import LayerPass, Stack
 from modeling.bagel.cache import CacheAppend, CacheRun, CacheSpec, KvCache
 from modeling.bagel.decode_memory import DecodeMemory
-from modeling.bagel.graph_capture import CapturedWork, CaptureError, GraphCapture
+from modeling.bagel.graph_capture import (
+    MAX_REFUSED,
+    CapturedWork,
+    CaptureError,
+    GraphCapture,
+)
 from modeling.bagel.qwen2_navit import Decoder, ExpertOrder
 
 MAX_KEPT = 64
 """Kinds of passes that are kept. Texts of every length are kinds of their own."""
-MAX_REFUSED = 2
-"""After so many refused captures in a row no more are tried."""
 
 
 class StaticPass:

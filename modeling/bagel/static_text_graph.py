@@ -13,14 +13,16 @@ from torch import Tensor
 
 from modeling.bagel.context import Contexts
 from modeling.bagel.decode_memory import DecodeMemory
-from modeling.bagel.graph_capture import CapturedWork, CaptureError, GraphCapture
+from modeling.bagel.graph_capture import (
+    MAX_REFUSED,
+    CapturedWork,
+    CaptureError,
+    GraphCapture,
+)
 from modeling.bagel.layers import to_device
 from modeling.bagel.sampling import SamplingConfig
 from modeling.bagel.text_decode import DecodedText
 from modeling.bagel.text_turn import TurnProgram, TurnSource
-
-MAX_REFUSED = 2
-"""After so many decodes in a row in which a capture was refused no more are tried."""
 
 
 @dataclass

@@ -14,9 +14,9 @@ from modeling.bagel import static_prefix_graph
 from modeling.bagel.bagel import Bagel, EagerStack, LayerPass, Wanted
 from modeling.bagel.cache import CacheAppend, KvCache
 from modeling.bagel.context import Contexts, Stacks
-from modeling.bagel.graph_capture import GraphCapture
+from modeling.bagel.graph_capture import MAX_REFUSED, GraphCapture
 from modeling.bagel.qwen2_navit import QkRounding
-from modeling.bagel.static_prefix_graph import MAX_REFUSED, PrefixGraphs
+from modeling.bagel.static_prefix_graph import PrefixGraphs
 from tests.fake_graph import FakeBackend
 from tests.tiny import cache_spec, condition_image, contexts, contexts_over, tiny_model
 
