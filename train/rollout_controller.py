@@ -187,14 +187,16 @@ class RolloutController:
         """
         with self.timer.phase("encode"):
             device, dtype = self.model.llm2vae.weight.device, self.model.dtype
-            pixels = torch.stack([self.config.vae_transform(to_rgb(image)) for image in images])
+            # Else as one batch even where pictures repeat: convolutions of a batch and of a single
+            # picture may round differently, and the recorded runs encode a batch.
+            is_once = self.execution.encodes_once
+            batch = list({id(image): image for image in images}.values()) if is_once else images
+            pixels = torch.stack([self.config.vae_transform(to_rgb(image)) for image in batch])
             with self._vae_precision(device):
-                # As one batch even where pictures repeat: convolutions of a batch and of a
-                # single picture may round differently, and the recorded runs encode a batch.
                 latents = self.autoencoder.encode(to_device(pixels, device))
             side = ImageSize(*(n // LATENT_PATCH for n in latents.shape[-2:]))
             encoded: dict[int, ConditionImage] = {}
-            for image, latent in zip(images, latents, strict=True):
+            for image, latent in zip(batch, latents, strict=True):
                 if id(image) not in encoded:
                     tokens = patchify(latent.to(dtype), LATENT_PATCH)
                     vit = self._vit_features(image, device, dtype)

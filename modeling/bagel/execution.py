@@ -28,6 +28,9 @@ class Execution:
     flow_graphs: bool = False
     capture: GraphCapture = field(default_factory=lambda: GraphCapture(None))
     prefix_graphs: PrefixGraphs | None = None
+    encodes_once: bool = False
+    """Whether a picture of several samples goes through the autoencoder once. In a batch it is
+    rounded otherwise."""
 
     def decode_cache(self, spec: CacheSpec) -> AbstractContextManager[KvCache]:
         """The cache of contexts that decode text, until the block ends.
@@ -120,4 +123,5 @@ def build_execution(
         flow_graphs=flow,
         capture=capture,
         prefix_graphs=PrefixGraphs(fused, capture) if text and reason is None else None,
+        encodes_once=is_fast,
     )

@@ -309,6 +309,26 @@ def test_conditions_are_the_encoded_pictures():
     torch.testing.assert_close(condition.vit_features, features)
 
 
+@pytest.mark.parametrize(("is_once", "num_encoded"), [(False, 3), (True, 2)])
+@torch.no_grad()
+def test_a_picture_of_several_samples_may_be_encoded_once(monkeypatch, is_once, num_encoded):
+    rolled, (first, second) = controller(), (picture(), picture(1))
+    rolled.execution.encodes_once = is_once
+    encode, batches = rolled.autoencoder.encode, []
+
+    def counted(pixels):
+        batches.append(pixels.shape[0])
+        return encode(pixels)
+
+    monkeypatch.setattr(rolled.autoencoder, "encode", counted)
+    conditions = rolled.conditions([first, second, first])
+    assert batches == [num_encoded]
+    assert conditions[0] is conditions[2]
+    alone = [rolled.conditions([image])[0].latents for image in (first, second)]
+    for condition, latents in zip(conditions, alone, strict=False):
+        torch.testing.assert_close(condition.latents, latents, rtol=1e-4, atol=1e-4)
+
+
 @torch.no_grad()
 def test_transparent_pictures_are_seen_on_white():
     rolled = controller()
