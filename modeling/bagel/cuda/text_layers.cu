@@ -22,17 +22,6 @@ struct Place {
   int row, outputs;
 };
 
-// Waits until all blocks have come here `count` times. The last thread of the block speaks for it:
-// a release waits for the loads of its warp, and that warp has none under way.
-__device__ __forceinline__ void wait_for_all(u32* counter, u32 count) {
-  if (threadIdx.x == THREADS - 1) {
-    announce(counter);
-    while (seen(counter) < count) {
-    }
-  }
-  __syncthreads();
-}
-
 // How many slots stay free in front of a phase: what it reads first would stand behind the weights
 // that are under way. By trying.
 __device__ __forceinline__ int left_free(int phase) {

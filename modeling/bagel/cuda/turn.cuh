@@ -2,10 +2,9 @@
 
 #pragma once
 
-#include "basics.cuh"
+#include "grid.cuh"
 
 #define PAIRS (WARPS / 2)
-#define THREADS (WARPS * 32)
 #define TILE 8              // outputs of a tile: n of the tensor core's instruction
 #define BOX 64              // inner numbers of a box: a line of memory for each output
 #define BOX_BYTES (TILE * BOX * 2)

@@ -1,10 +1,5 @@
 """The kernel of text turns on the CPU, thread by thread, against the eager path."""
 
-import ctypes
-import shutil
-import subprocess
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -14,36 +9,13 @@ from modeling.bagel.cache import CacheSpec
 from modeling.bagel.config import LlmConfig
 from modeling.bagel.qwen2_navit import Decoder
 from modeling.bagel.text_layers import SOURCE, TextSizes, run_layers
+from tests.modeling.bagel.cuda_kernels import HostKernel
 from tools.turn_cases import plan_turn
 
 CONFIG = LlmConfig(256, 576, 2, 2, 1, vocab_size=32)
-HOST = Path(__file__).parent / "cuda_on_host"
 CAPACITY = 416
 TOLERANCE = 0.015
 """Relative: bf16 has 8 bits, and sums are in other orders."""
-
-
-class HostKernel:
-    """Stands in for a CudaKernel."""
-
-    def __init__(self, folder: Path, sizes: TextSizes, eager_copies: bool):
-        self._num_blocks = sizes.blocks
-        compiler = shutil.which("g++")
-        if compiler is None:
-            pytest.skip("needs a C++ compiler")
-        # basics.cuh is the one for the host.
-        for file in (*SOURCE.parent.iterdir(), *HOST.iterdir()):
-            shutil.copy(file, folder)
-        library = folder / "text_layers.so"
-        macros = [f"-D{name}={value}" for name, value in sizes.macros().items()]
-        flags = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-fPIC", "-shared"]
-        flags += ["-DEAGER_COPIES"] * eager_copies
-        program = str(folder / "run_on_host.cpp")
-        subprocess.run([compiler, *flags, *macros, "-o", str(library), program], check=True)
-        self._library = ctypes.CDLL(str(library))
-
-    def launch(self, work: ctypes.Structure) -> None:
-        assert self._library.run_on_host(ctypes.byref(work), self._num_blocks) == 0, "threads wait"
 
 
 @pytest.fixture(scope="module")
@@ -65,14 +37,6 @@ def plain_norm(monkeypatch, decoder):
         out.copy_(decoder.norm(x))
 
     monkeypatch.setattr(text_layers, "rms_norm", rms_norm)
-
-
-@pytest.fixture
-def poisoned_memory():
-    """New memory is NaN, or the largest integers."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -105,7 +69,8 @@ def test_a_turn_is_that_of_the_eager_path(
 ):
     sizes = TextSizes.of(CONFIG, len(filled), down_splits, num_blocks, early)
     assert sizes.unsupported() is None
-    kernel = HostKernel(tmp_path, sizes, eager_copies)
+    macros = {**sizes.macros(), **({"EAGER_COPIES": 1} if eager_copies else {})}
+    kernel = HostKernel(SOURCE, macros, sizes.blocks, tmp_path)
     generator = torch.Generator().manual_seed(sum(filled))
     spec = CacheSpec(CONFIG, sizes.rows, CAPACITY, torch.device("cpu"), torch.bfloat16)
     # Filled beyond what may be seen, with what would be noticed.

@@ -141,6 +141,16 @@ template <typename T>
 inline T __shfl_xor_sync(u32, T x, int mask) {
   return bits<T>((u32)share(bits<u32>(x))[(current->thread % 32) ^ mask][0]);
 }
+inline u32 __shfl_up_sync(u32, u32 x, int step) {
+  const auto* all = share(x);
+  const int lane = current->thread % 32;
+  return all[lane < step ? lane : lane - step][0];
+}
+inline u32 atomicAdd(u32* to, u32 x) {
+  const u32 before = *to;
+  *to += x;
+  return before;
+}
 
 // ---- basics.cuh
 

@@ -4,12 +4,12 @@
 // their turns from the first to the last or from the last to the first: what is not ordered by a
 // barrier comes in many orders.
 
-#include "text_layers.cu"
+#include SOURCE
 
 static const Work* given;
 
 static void begin() {
-  text_layers(*given);
+  KERNEL(*given);
   current->is_done = true;
   num_waits = 0;
   swapcontext(&current->context, &scheduler);
