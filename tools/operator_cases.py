@@ -352,5 +352,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equality of bits, so that signed zeros count; NaN equals NaN."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
+    if not a.is_floating_point():
+        return torch.equal(a, b)
     equal = a.view(torch.int16) == b.view(torch.int16)
     return bool((equal | (a.isnan() & b.isnan())).all())

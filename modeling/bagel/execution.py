@@ -2,13 +2,14 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from modeling.bagel.bagel import EagerStack
 from modeling.bagel.cache import CacheSpec, KvCache
 from modeling.bagel.config import LlmConfig
-from modeling.bagel.context import EAGER, Contexts, Stacks
+from modeling.bagel.context import EAGER, Contexts, Draw, Stacks
 from modeling.bagel.flow import MakeForwards, eager_forwards
 from modeling.bagel.graph_capture import CudaBackend, GraphCapture
 from modeling.bagel.sampling import SamplingConfig, sample_tokens
@@ -104,6 +105,7 @@ def build_execution(
     # Imported late: Triton comes with PyTorch's GPU builds only.
     from modeling.bagel.fused_flow import FusedStack, unsupported
     from modeling.bagel.fused_sampling import draw_tokens
+    from modeling.bagel.top_tokens import TopTokens
 
     capture = GraphCapture(CudaBackend())
     reason = unsupported(config, dtype)
@@ -113,12 +115,11 @@ def build_execution(
     is_fast = switches.execution_on(device.type) == "fast"
     eager = EagerStack()
     fused = eager if reason is not None else FusedStack(streams, is_fast)
+    draw: Draw = sample_tokens
+    if text:
+        draw = partial(draw_tokens if is_fast else sample_tokens, topk=TopTokens().take)
     return Execution(
-        stacks=Stacks(
-            fused if text else eager,
-            fused if flow else eager,
-            draw_tokens if text and is_fast else sample_tokens,
-        ),
+        stacks=Stacks(fused if text else eager, fused if flow else eager, draw),
         text_graphs=TextGraphs(capture) if text else None,
         flow_graphs=flow,
         capture=capture,

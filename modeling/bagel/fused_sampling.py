@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from modeling.bagel.fused_ops import power_of_2
-from modeling.bagel.sampling import MAX_NUCLEUS_CANDIDATES, SamplingConfig, sample_tokens
+from modeling.bagel.sampling import MAX_NUCLEUS_CANDIDATES, SamplingConfig, TopK, sample_tokens
 
 CHUNK, NUM_CHUNKS = 1024, 64
 
@@ -78,7 +78,10 @@ def _draw_kernel(
 
 
 def draw_tokens(
-    logits: Tensor, config: SamplingConfig, generator: torch.Generator | None = None
+    logits: Tensor,
+    config: SamplingConfig,
+    generator: torch.Generator | None = None,
+    topk: TopK = torch.topk,
 ) -> tuple[Tensor, Tensor]:
     """`sample_tokens` with its sums in another order; what is no nucleus goes there.
 
@@ -86,15 +89,16 @@ def draw_tokens(
         logits: [B, V], contiguous, any float type; computed in fp32.
         config: how to draw.
         generator: stream of the draws, on the device of `logits`.
+        topk: takes the largest logits, as torch.topk does.
 
     Returns:
         tokens int64 [B] and probs fp32 [B].
     """
     if not config.do_sample or config.top_p >= 1:
-        return sample_tokens(logits, config, generator)
+        return sample_tokens(logits, config, generator, topk)
     num_rows, vocab_size = logits.shape
     count = min(MAX_NUCLEUS_CANDIDATES, vocab_size)
-    values, ids = logits.topk(count, dim=-1)
+    values, ids = topk(logits, count)
     waiting = torch.empty(num_rows, count, device=logits.device)
     waiting.exponential_(1, generator=generator)
     parts = waiting.new_empty(num_rows, 2, NUM_CHUNKS)

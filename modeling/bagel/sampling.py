@@ -4,6 +4,7 @@ Legend: B samples, V vocabulary, C candidates.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor
 
 # Nucleus sampling looks at this many of the largest probabilities at most.
 MAX_NUCLEUS_CANDIDATES = 1000
+
+TopK = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+"""The C largest of logits [B, V] in descending order and their tokens int64, both [B, C]."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,10 @@ class SamplingConfig:
 
 
 def sample_tokens(
-    logits: Tensor, config: SamplingConfig, generator: torch.Generator | None = None
+    logits: Tensor,
+    config: SamplingConfig,
+    generator: torch.Generator | None = None,
+    topk: TopK = torch.topk,
 ) -> tuple[Tensor, Tensor]:
     """Draws one token per row.
 
@@ -46,6 +53,7 @@ def sample_tokens(
         logits: [B, V], any float type; computed in fp32.
         config: how to draw.
         generator: stream of the draws, on the device of `logits`; unused when greedy.
+        topk: takes the largest logits, as torch.topk does.
 
     Returns:
         tokens int64 [B], and probs fp32 [B]: the token's probability under the softmax of the
@@ -59,17 +67,17 @@ def sample_tokens(
         masses, totals = _masses(logits, logits.gather(-1, tokens))
     elif config.top_p < 1:
         # In the type as given: half as many digits to select by as in fp32.
-        top = given.topk(min(MAX_NUCLEUS_CANDIDATES, given.shape[-1]), dim=-1)
-        masses, totals = _masses(logits, top.values[:, :1].float(), config.temperature)
-        probs = masses[-1].gather(-1, top.indices) / totals[-1]
+        values, ids = topk(given, min(MAX_NUCLEUS_CANDIDATES, given.shape[-1]))
+        masses, totals = _masses(logits, values[:, :1].float(), config.temperature)
+        probs = masses[-1].gather(-1, ids) / totals[-1]
         drawn = draw_index(keep_nucleus(probs, config.top_p), generator)
-        tokens = top.indices.gather(-1, drawn[:, None])
+        tokens = ids.gather(-1, drawn[:, None])
     elif config.top_k > 0:
-        top = given.topk(min(config.top_k, given.shape[-1]), dim=-1)
-        largest = top.values.float()
+        values, ids = topk(given, min(config.top_k, given.shape[-1]))
+        largest = values.float()
         masses, totals = _masses(logits, largest[:, :1])
         drawn = draw_index(torch.softmax(largest / config.temperature, dim=-1), generator)
-        tokens = top.indices.gather(-1, drawn[:, None])
+        tokens = ids.gather(-1, drawn[:, None])
     else:
         masses, totals = _masses(logits, logits.amax(dim=-1, keepdim=True), config.temperature)
         tokens = draw_index(masses[-1] / totals[-1], generator)[:, None]

@@ -608,6 +608,12 @@ def few_row_norms() -> None:
 
 def sampling() -> None:
     """The same draws as the exact sampler, and its probabilities but for rounding."""
+    counts = []
+
+    def topk(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        counts.append(count)
+        return torch.topk(logits, count)
+
     for seed, (rows, vocab, temperature, top_p) in enumerate(
         ((1, 300, 0.9, 0.9), (3, 2000, 0.3, 0.5), (4, 1500, 1.0, 0.99), (2, 1200, 0.9, 1e-6))
     ):
@@ -616,10 +622,11 @@ def sampling() -> None:
         exact, mine = (torch.Generator().manual_seed(seed) for _ in range(2))
         for _ in range(10):
             tokens, probs = sample_tokens(logits, config, exact)
-            drawn, drawn_probs = draw_tokens(logits, config, mine)
+            drawn, drawn_probs = draw_tokens(logits, config, mine, topk)
             assert torch.equal(drawn, tokens)
             torch.testing.assert_close(drawn_probs, probs, rtol=1e-5, atol=0)
         assert torch.equal(exact.get_state(), mine.get_state())
+    assert counts == [300] * 10 + [1000] * 30
     broken = torch.randn(2, 1100)
     broken[0, 7] = NAN
     drawn, probs = draw_tokens(broken, SamplingConfig(True, 0.9, 0, 0.9), torch.Generator())

@@ -181,6 +181,25 @@ def test_only_and_all_allowed_tokens_come_out(config, allowed):
     assert set(tokens.tolist()) == allowed
 
 
+@pytest.mark.parametrize(("top_k", "top_p"), [NUCLEUS, TOP_K, FULL])
+def test_candidates_come_from_the_topk_that_is_passed_in(top_k, top_p):
+    logits = torch.randn(3, 1500, generator=seeded(0))
+    config = SamplingConfig(True, 0.9, top_k, top_p)
+    counts = []
+
+    def topk(given: torch.Tensor, count: int):
+        counts.append(count)
+        return torch.topk(given, count)
+
+    for mine, theirs in zip(
+        sample_tokens(logits, config, seeded(1), topk),
+        sample_tokens(logits, config, seeded(1)),
+        strict=True,
+    ):
+        assert torch.equal(mine, theirs)
+    assert counts == {NUCLEUS: [1000], TOP_K: [50], FULL: []}[top_k, top_p]
+
+
 BROKEN_ROWS = {"nan": ([4], NAN), "inf": ([4], INF), "nothing possible": (range(20), -INF)}
 
 
