@@ -43,6 +43,8 @@ KEPT_BYTES = 6144
 """Of them for all that is neither a slot nor a row nor of a norm."""
 MIN_SLOTS, MAX_SLOTS = 4, 7
 COUNTERS_BEFORE_TILES = 32
+MAX_UNITS = 2**16 - 1
+"""Units of the last product that 16 bits can count."""
 SECOND_SPLIT_UNITS = 5
 """As many units of the last product take as long as the rows of a second split."""
 ALIGNMENT = 16
@@ -134,7 +136,8 @@ class TextSizes:
             return f"{self.heads} heads of which {self.kv_heads} have keys, hidden {self.hidden}"
         if self.hidden % 128 or self.inner % 64 or self.down_split > self.hidden:
             return f"hidden {self.hidden}, inner {self.inner} in {self.down_splits} splits"
-        if down_firsts(self.hidden // TILE, self.down_splits, self.blocks) is None:
+        firsts = down_firsts(self.hidden // TILE, self.down_splits, self.blocks)
+        if firsts is None or firsts[-1] > MAX_UNITS:
             return f"{self.down_splits} splits for {self.blocks} multiprocessors"
         if self.slots < MIN_SLOTS:
             return f"room for {self.slots} slots of weights, expected {MIN_SLOTS}"
@@ -157,7 +160,7 @@ def down_firsts(tiles: int, splits: int, blocks: int) -> list[int] | None:
         for _ in range(blocks):
             left = tiles - firsts[-1] % tiles
             share = most if most <= left else max(left, most - SECOND_SPLIT_UNITS)
-            firsts.append(min(firsts[-1] + share, tiles * splits))
+            firsts.append(min(firsts[-1] + min(share, left + tiles), tiles * splits))
         if firsts[-1] == tiles * splits:
             return firsts
     return None

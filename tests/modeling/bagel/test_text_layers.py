@@ -177,7 +177,9 @@ def shares(firsts: list[int]) -> list[int]:
     return [end - first for first, end in pairwise(firsts)]
 
 
-@pytest.mark.parametrize(("tiles", "splits", "blocks"), [(448, 7, 114), (448, 5, 132), (32, 9, 9)])
+@pytest.mark.parametrize(
+    ("tiles", "splits", "blocks"), [(448, 7, 114), (448, 5, 132), (32, 9, 9), (32, 9, 7)]
+)
 def test_blocks_share_the_last_product(tiles, splits, blocks):
     firsts = down_firsts(tiles, splits, blocks)
     assert (firsts[0], firsts[-1], len(firsts)) == (0, tiles * splits, blocks + 1)
