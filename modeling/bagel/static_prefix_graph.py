@@ -2,7 +2,9 @@
 
 Computes the bits of the stack that it wraps, whose many launches of few rows take the host longer
 than the device. A pass of a kind that was never seen runs eagerly (it warms kernels up, and looks
-up the orders of sums), the next one is captured, and from then on they are replayed.
+up the orders of sums), the next one is captured, and from then on they are replayed. Weights that
+lie elsewhere make a kind a new one: where they move at every step passes stay eager, as captures
+would take longer.
 """
 
 from collections.abc import Callable, Iterator
@@ -56,10 +58,16 @@ class StaticPass:
 
 @dataclass
 class KeptPass:
-    """A pass that was captured, and its graph."""
+    """A kind of pass: where the weights lay when it ran, and its graph once it was captured."""
 
-    program: StaticPass
-    work: CapturedWork
+    addresses: list[int]
+    program: StaticPass | None = None
+    work: CapturedWork | None = None
+
+    def release(self) -> None:
+        """Drops the graph."""
+        if self.work is not None:
+            self.work.release()
 
 
 class PrefixGraphs:
@@ -71,8 +79,7 @@ class PrefixGraphs:
         self.keeps_runs_apart = stack.keeps_runs_apart
         self.memory = DecodeMemory(before_move=self.drop)
         self.num_refused = 0
-        # In the order of their last use; None for what ran once, eagerly.
-        self._kept: dict[tuple, KeptPass | None] = {}
+        self._kept: dict[tuple, KeptPass] = {}  # in the order of their last use
         self._weights: list[Tensor] = []
 
     @contextmanager
@@ -92,13 +99,20 @@ class PrefixGraphs:
         """As in `Stack`; the next pass of the same kind overwrites what is returned."""
         if not self._wants_graph(layer_pass.append):
             return self.stack.run(layer_pass)
-        kind = _kind(layer_pass)
-        if kind not in self._kept:
+        kind, weights = _kind(layer_pass), self._weights_of(layer_pass.decoder)
+        addresses = [weight.data_ptr() for weight in weights]
+        # Back in its place once it ran: a kind whose capture is refused begins anew.
+        kept = self._kept.pop(kind, None)
+        if kept is None or kept.addresses != addresses:
+            if kept is not None:
+                kept.release()
             hidden = self.stack.run(layer_pass)
-            self._keep(kind, None)
+            self._keep(kind, KeptPass(addresses))
             return hidden
         try:
-            return self._replay(kind, layer_pass)
+            hidden = self._replay(kept, layer_pass)
+            self._keep(kind, kept)
+            return hidden
         except CaptureError as error:
             self.num_refused += 1
             self.capture.fall_back(f"prefill: {error}")
@@ -115,8 +129,7 @@ class PrefixGraphs:
     def drop(self) -> None:
         """Drops all graphs."""
         for kept in self._kept.values():
-            if kept is not None:
-                kept.work.release()
+            kept.release()
         self._kept.clear()
 
     def release(self) -> None:
@@ -136,26 +149,23 @@ class PrefixGraphs:
             return False
         return True
 
-    def _replay(self, kind: tuple, layer_pass: LayerPass) -> Tensor:
-        # Back in its place once it ran: a kind whose capture is refused begins anew.
-        kept = self._kept.pop(kind)
-        program = StaticPass(self.stack, layer_pass) if kept is None else kept.program
-        program.load(layer_pass, self._weights_of(layer_pass.decoder))
-        if kept is None:
-            kept = KeptPass(program, self.capture.capture(program.run, program.watched))
+    def _replay(self, kept: KeptPass, layer_pass: LayerPass) -> Tensor:
+        """Replays a pass of a kind that was seen before, after capturing it where needed."""
+        if kept.program is None:
+            kept.program = StaticPass(self.stack, layer_pass)
+        kept.program.load(layer_pass, self._weights_of(layer_pass.decoder))
+        if kept.work is None:
+            kept.work = self.capture.capture(kept.program.run, kept.program.watched)
         else:
             kept.work.watch_anew()
         kept.work.run()
         self.num_refused = 0
-        self._keep(kind, kept)
-        return program.out
+        return kept.program.out
 
-    def _keep(self, kind: tuple, kept: KeptPass | None) -> None:
+    def _keep(self, kind: tuple, kept: KeptPass) -> None:
         self._kept[kind] = kept
         if len(self._kept) > MAX_KEPT:
-            oldest = self._kept.pop(next(iter(self._kept)))
-            if oldest is not None:
-                oldest.work.release()
+            self._kept.pop(next(iter(self._kept))).release()
 
     def _weights_of(self, decoder: Decoder) -> list[Tensor]:
         """What a pass reads, asked for once in a lending: a walk through all modules takes 1 ms."""

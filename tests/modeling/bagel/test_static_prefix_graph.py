@@ -173,18 +173,31 @@ def replace_weights(model: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("change", [move_weights, replace_weights])
-def test_weights_that_moved_are_captured_anew(change):
+def test_weights_that_moved_are_captured_anew_once_they_stay(change):
     graphs, backend = prefix_graphs()
     model = copy.deepcopy(tiny_model())
     for _ in range(2):
         assert_like_eager(graphs, SHORT, model=model)
-    old = list(model.parameters())
+    (old,) = graphs._kept.values()
+    weights = list(model.parameters())
     change(model)
+    assert_like_eager(graphs, SHORT, model=model)
+    assert (backend.captures, backend.replays) == (1, 1) and old.work._graph is None
     for _ in range(2):
         assert_like_eager(graphs, SHORT, model=model)
-        assert graphs.capture.counters.recaptured == 1
     assert (backend.captures, backend.replays) == (2, 3)
-    assert old
+    assert weights
+
+
+def test_passes_stay_eager_while_weights_move_every_time():
+    graphs, backend = prefix_graphs()
+    model = copy.deepcopy(tiny_model())
+    lay_there = []
+    for _ in range(4):
+        assert_like_eager(graphs, SHORT, model=model)
+        lay_there += [weight.data for weight in model.parameters()]  # none goes back there
+        move_weights(model)
+    assert (backend.captures, graphs.capture.counters.fallen_back) == (0, 0)
 
 
 def test_memory_that_grows_drops_the_graphs():
