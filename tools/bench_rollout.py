@@ -292,15 +292,20 @@ def drift(bench: Bench) -> dict[str, float]:
     return {name: ((x - eager).norm() / eager.norm()).item() for name, x in others.items()}
 
 
-def measure(bench: Bench, mode: str, repeats: int) -> dict[str, float]:
-    """Medians of the figures of one mode, seconds or milliseconds as named."""
-    controller, figures = bench.controllers[mode], {}
+def measure(
+    bench: Bench, mode: str, repeats: int
+) -> tuple[dict[str, float], dict[str, list[dict[str, float]]]]:
+    """Medians of the figures of one mode, seconds or milliseconds as named.
+
+    Beside them the seconds of every repeat, by stage.
+    """
+    controller, figures, every = bench.controllers[mode], {}, {}
     torch.cuda.reset_peak_memory_stats()
     for stage in ("generate", "refine"):
         config = getattr(controller.config, stage)
         for step in range(WARM_UP):
             roll(bench, mode, stage, step)
-        rows = []
+        rows = every[stage] = []
         for repeat in range(repeats):
             controller.timer.reset()
             roll(bench, mode, stage, repeat)
@@ -316,7 +321,7 @@ def measure(bench: Bench, mode: str, repeats: int) -> dict[str, float]:
         figures[f"{stage}/flow_forwards"] = float(forwards)
     figures["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     figures |= controller.execution.counters()
-    return figures
+    return figures, every
 
 
 def count_forwards(controller: RolloutController, stage: str) -> int:
@@ -387,9 +392,9 @@ def main(argv: list[str] | None = None) -> int:
     modes = args.modes.split(",")
     with torch.no_grad():
         bench = build(args.layers, modes, args.samples)
-    compared, results = {}, {}
+    compared, results, repeats = {}, {}, {}
     record = {"layers": args.layers, "samples": args.samples}
-    record |= {"compared": compared, "figures": results}
+    record |= {"compared": compared, "figures": results, "repeats": repeats}
     for mode in modes:
         if mode == "fast" and "eager" in modes:
             record["drift"] = drift(bench)
@@ -398,7 +403,7 @@ def main(argv: list[str] | None = None) -> int:
             compared.update(compare(bench, mode, args.compare_steps))
             for name, found in compared.items():
                 print(f"{mode} {name}: {found if found else 'bit-identical'}")
-        results[mode] = measure(bench, mode, args.repeats)
+        results[mode], repeats[mode] = measure(bench, mode, args.repeats)
         if "eager" in results and mode != "eager":
             # What graphs alone hold is not counted among the allocations.
             held = results[mode]["peak_gib"] + results[mode]["graphs/pool_gib"]
