@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from modeling.bagel.bagel import Bagel, EagerStack, LayerPass, Wanted
 from modeling.bagel.cache import CacheSpec, KvCache
@@ -32,6 +32,12 @@ from train.settings import ProcessConfig
 PARITY = Path(__file__).parent / "parity"
 CHECKPOINT = PARITY / "tiny_bagel"
 CPU = torch.device("cpu")
+
+
+def move_weights(model: nn.Module) -> None:
+    """Other memory under the same tensors, as weights that are freed and gathered again."""
+    for param in model.parameters():
+        param.data = param.data.clone()
 
 
 @cache

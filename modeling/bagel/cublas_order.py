@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from modeling.bagel.few_rows import SPLIT_TILE, split_size
 from modeling.bagel.fused_ops import is_hopper, power_of_2
-from modeling.bagel.layers import is_capturing
+from modeling.bagel.layers import FoundByTrying
 
 MAX_SPLITS, DRAWS, MAX_ALIGNMENT = 16, 24, 256
 logger = logging.getLogger("faster_r3")
-_found: dict[tuple, int | None] = {}
+_found: FoundByTrying[int | None] = FoundByTrying()
 
 
 @triton.jit
@@ -85,16 +85,17 @@ def splits_of(num_rows: int, linear: nn.Linear) -> int | None:
     weight, bias = linear.weight, linear.bias
     bias_alignment = None if bias is None else _alignment(bias)
     key = (weight.device, num_rows, weight.shape, _alignment(weight), bias_alignment)
-    if key not in _found:
-        if is_capturing(weight.device):
+
+    def find() -> int | None:
+        if not (weight.is_cuda and is_hopper(weight.device)):
             return None
-        _found[key] = None
-        if weight.is_cuda and is_hopper(weight.device):
-            _found[key] = find_splits(num_rows, weight, bias)
-            if _found[key] is None:
-                text = "how cuBLAS sums products of %d rows by %d x %d was not found: left to it"
-                logger.warning(text, num_rows, *weight.shape)
-    return _found[key]
+        splits = find_splits(num_rows, weight, bias)
+        if splits is None:
+            text = "how cuBLAS sums products of %d rows by %d x %d was not found: left to it"
+            logger.warning(text, num_rows, *weight.shape)
+        return splits
+
+    return _found.get(key, weight.device, find)
 
 
 def _alignment(tensor: Tensor) -> int:

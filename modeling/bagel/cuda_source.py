@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+ARCH = "sm_90a"
+"""Of GPUs that kernels are built for: compute capability 9, with what only that has."""
 LOG_LINES = 20
 _MAX_DYNAMIC_SHARED_BYTES = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of the driver."""
@@ -132,3 +134,15 @@ class CudaKernel:
             text = ctypes.c_char_p()
             self._driver.cuGetErrorString(result, ctypes.byref(text))
             raise CudaSourceError(f"CUDA driver: {(text.value or b'unknown').decode()} ({result})")
+
+
+def build_kernel(
+    path: Path, macros: Mapping[str, int], num_blocks: int, num_threads: int, shared_bytes: int
+) -> CudaKernel:
+    """Compiles and loads the kernel of a program's name for the current device.
+
+    Raises:
+        CudaSourceError: that is not possible.
+    """
+    cubin, _ = compile_source(path, macros, ARCH)
+    return CudaKernel(cubin, path.stem, num_blocks, num_threads, shared_bytes)

@@ -6,11 +6,13 @@ Shape letters: S packed tokens, D hidden, N heads, H head size.
 import math
 from collections.abc import Callable
 from functools import wraps
+from typing import Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+T = TypeVar("T")
 TIMESTEP_FEATURES = 256
 MAX_PERIOD = 10000.0
 
@@ -60,6 +62,24 @@ def once_per_device(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return tensor
 
     return look_up
+
+
+class FoundByTrying(Generic[T]):
+    """What was found by trying on a device, once for each key."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple, T] = {}
+
+    def get(self, key: tuple, device: torch.device, find: Callable[[], T]) -> T | None:
+        """What `find` gave for the key at first; it may wait for the device.
+
+        None inside a graph capture, where nothing can be tried, if the key did not come before.
+        """
+        if key not in self._found:
+            if is_capturing(device):
+                return None
+            self._found[key] = find()
+        return self._found[key]
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -28,7 +28,7 @@ from modeling.bagel.fused_ops import (
     silu_mul,
     silu_times,
 )
-from modeling.bagel.layers import is_capturing
+from modeling.bagel.layers import FoundByTrying
 
 ROW_BLOCK, OUT_BLOCK, INNER_BLOCK = 128, 128, 64
 """A tile has ROW_BLOCK rows and twice OUT_BLOCK outputs, which end one half after the other."""
@@ -45,7 +45,7 @@ CHECKED_ROWS = 4096
 ALIGNMENT, MAX_STRIDE = 16, 2**40
 """Of addresses and strides of a tensor map, in bytes (CUDA driver API, tensor map objects)."""
 logger = logging.getLogger("faster_r3")
-_checked: dict[tuple, bool] = {}
+_checked: FoundByTrying[bool] = FoundByTrying()
 
 
 @triton.jit
@@ -214,12 +214,11 @@ def _has_cublas_bits(
         key: what is computed, the device, N and K, and whatever else makes a difference.
         compute, twin: the product here and that of cuBLAS.
     """
-    if key not in _checked:
-        what, device, size, inner = key[:4]
-        if is_capturing(device):
-            return False
-        _checked[key] = torch.equal(compute().view(torch.int16), twin().view(torch.int16))
-        if not _checked[key]:
+    what, device, size, inner = key[:4]
+
+    def find() -> bool:
+        is_same = torch.equal(compute().view(torch.int16), twin().view(torch.int16))
+        if not is_same:
             logger.warning(
                 "%s of %d by %d have other bits than cuBLAS gives on %s: left to cuBLAS",
                 what,
@@ -227,7 +226,9 @@ def _has_cublas_bits(
                 inner,
                 device,
             )
-    return _checked[key]
+        return is_same
+
+    return bool(_checked.get(key, device, find))
 
 
 def _num_programs(device: torch.device) -> int:

@@ -70,6 +70,19 @@ class KeptPass:
             self.work.release()
 
 
+@dataclass(frozen=True)
+class _Weights:
+    """What a pass reads, and where it lies: a walk through all modules, which takes 1 ms."""
+
+    tensors: list[Tensor]
+    addresses: list[int]
+
+    @staticmethod
+    def of(decoder: Decoder) -> "_Weights":
+        tensors = list(decoder.parameters())
+        return _Weights(tensors, [tensor.data_ptr() for tensor in tensors])
+
+
 class PrefixGraphs:
     """A `Stack` that replays passes over the caches that it lends, and leaves others to `stack`."""
 
@@ -80,7 +93,7 @@ class PrefixGraphs:
         self.memory = DecodeMemory(before_move=self.drop)
         self.num_refused = 0
         self._kept: dict[tuple, KeptPass] = {}  # in the order of their last use
-        self._weights: list[Tensor] = []
+        self._weights: _Weights | None = None  # asked for once in a lending
 
     @contextmanager
     def lend(self, spec: CacheSpec) -> Iterator[KvCache]:
@@ -92,15 +105,16 @@ class PrefixGraphs:
         with self.memory.lend(spec) as cache:
             # As in `KvCache.zeros`: the overlay attends to positions nothing was written to.
             torch._foreach_zero_([*cache.keys, *cache.values])
-            self._weights = []
+            self._weights = None
             yield cache
 
     def run(self, layer_pass: LayerPass) -> Tensor:
         """As in `Stack`; the next pass of the same kind overwrites what is returned."""
         if not self._wants_graph(layer_pass.append):
             return self.stack.run(layer_pass)
-        kind, weights = _kind(layer_pass), self._weights_of(layer_pass.decoder)
-        addresses = [weight.data_ptr() for weight in weights]
+        if self._weights is None:
+            self._weights = _Weights.of(layer_pass.decoder)
+        kind, addresses = _kind(layer_pass), self._weights.addresses
         # Back in its place once it ran: a kind whose capture is refused begins anew.
         kept = self._kept.pop(kind, None)
         if kept is None or kept.addresses != addresses:
@@ -135,7 +149,7 @@ class PrefixGraphs:
     def release(self) -> None:
         """Drops all graphs and the memory; captures that were given up are tried again."""
         self.memory.release()
-        self._weights = []
+        self._weights = None
         self.num_refused = 0
 
     def _wants_graph(self, append: CacheAppend) -> bool:
@@ -153,7 +167,7 @@ class PrefixGraphs:
         """Replays a pass of a kind that was seen before, after capturing it where needed."""
         if kept.program is None:
             kept.program = StaticPass(self.stack, layer_pass)
-        kept.program.load(layer_pass, self._weights_of(layer_pass.decoder))
+        kept.program.load(layer_pass, self._weights.tensors)
         if kept.work is None:
             kept.work = self.capture.capture(kept.program.run, kept.program.watched)
         else:
@@ -166,12 +180,6 @@ class PrefixGraphs:
         self._kept[kind] = kept
         if len(self._kept) > MAX_KEPT:
             self._kept.pop(next(iter(self._kept))).release()
-
-    def _weights_of(self, decoder: Decoder) -> list[Tensor]:
-        """What a pass reads, asked for once in a lending: a walk through all modules takes 1 ms."""
-        if not self._weights:
-            self._weights = list(decoder.parameters())
-        return self._weights
 
 
 def _kind(layer_pass: LayerPass) -> tuple:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from modeling.bagel.bagel import LayerPass, Wanted
 from modeling.bagel.config import LlmConfig
-from modeling.bagel.cuda_source import CudaKernel, CudaSourceError, compile_source
+from modeling.bagel.cuda_source import CudaKernel, CudaSourceError, build_kernel
 from modeling.bagel.few_rows import split_size
 from modeling.bagel.fused_attention import FEW_BLOCK, LOG2_E, SPLIT_KEYS
 from modeling.bagel.fused_ops import (
@@ -27,11 +27,10 @@ from modeling.bagel.fused_ops import (
     reduce_width,
     rms_norm,
 )
-from modeling.bagel.layers import is_capturing
+from modeling.bagel.layers import FoundByTrying
 from modeling.bagel.qwen2_navit import Decoder, DecoderLayer
 
 SOURCE = Path(__file__).parent / "cuda" / "text_layers.cu"
-ARCH = "sm_90a"
 MAX_ROWS = 4
 WARPS = 12
 """Of a block."""
@@ -201,7 +200,7 @@ class TextLayers:
     """Runs text turns in one launch where that is possible and keeps the bits."""
 
     def __init__(self) -> None:
-        self._kernels: dict[tuple, CudaKernel | None] = {}
+        self._kernels: FoundByTrying[CudaKernel | None] = FoundByTrying()
 
     def run(self, turn: LayerPass, down_splits: int, by_parts: ByParts) -> Tensor | None:
         """Runs all layers and the final norm of a text turn: [A, D].
@@ -219,32 +218,30 @@ class TextLayers:
             num_multiprocessors(turn.x.device),
             turn.rotary.rounding.und,
         )
-        key = (sizes, turn.x.device)
-        if key not in self._kernels:
-            if is_capturing(turn.x.device):
-                return None
-            self._kernels[key] = self._find(sizes, turn, by_parts)
-        kernel = self._kernels[key]
+        device = turn.x.device
+        find = partial(_find, sizes, turn, by_parts)
+        kernel = self._kernels.get((sizes, device), device, find)
         return None if kernel is None else run_layers(kernel, sizes, turn)
 
-    def _find(self, sizes: TextSizes, turn: LayerPass, by_parts: ByParts) -> CudaKernel | None:
-        """The kernel, if it can be had and has the bits of `by_parts`."""
-        if not is_hopper(turn.x.device) or sizes.unsupported():
-            return None
-        try:
-            kernel = compile_kernel(sizes)
-            expected, found = (
-                run(replace(turn, x=turn.x.clone(), wanted=Wanted.ALL))
-                for run in (by_parts, partial(run_layers, kernel, sizes))
-            )
-        except CudaSourceError as error:
-            logger.warning("text turns run kernel by kernel: %s", error)
-            return None
-        if not torch.equal(found, expected):
-            text = "text turns of %d rows run kernel by kernel: in one launch they have other bits"
-            logger.warning(text, sizes.rows)
-            return None
-        return kernel
+
+def _find(sizes: TextSizes, turn: LayerPass, by_parts: ByParts) -> CudaKernel | None:
+    """The kernel, if it can be had and has the bits of `by_parts`."""
+    if not is_hopper(turn.x.device) or sizes.unsupported():
+        return None
+    try:
+        kernel = compile_kernel(sizes)
+        expected, found = (
+            run(replace(turn, x=turn.x.clone(), wanted=Wanted.ALL))
+            for run in (by_parts, partial(run_layers, kernel, sizes))
+        )
+    except CudaSourceError as error:
+        logger.warning("text turns run kernel by kernel: %s", error)
+        return None
+    if not torch.equal(found, expected):
+        text = "text turns of %d rows run kernel by kernel: in one launch they have other bits"
+        logger.warning(text, sizes.rows)
+        return None
+    return kernel
 
 
 def is_text_turn(layer_pass: LayerPass) -> bool:
@@ -263,8 +260,7 @@ def compile_kernel(sizes: TextSizes) -> CudaKernel:
     Raises:
         CudaSourceError: that is not possible.
     """
-    cubin, _ = compile_source(SOURCE, sizes.macros(), ARCH)
-    return CudaKernel(cubin, "text_layers", sizes.blocks, WARPS * 32, SHARED_BYTES)
+    return build_kernel(SOURCE, sizes.macros(), sizes.blocks, WARPS * 32, SHARED_BYTES)
 
 
 def run_layers(kernel: CudaKernel, sizes: TextSizes, turn: LayerPass) -> Tensor:

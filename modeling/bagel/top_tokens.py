@@ -8,17 +8,17 @@ Shape letters: B rows, V vocabulary, C count.
 import ctypes
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from modeling.bagel.cuda_source import CudaKernel, CudaSourceError, compile_source
+from modeling.bagel.cuda_source import CudaKernel, CudaSourceError, build_kernel
 from modeling.bagel.fused_ops import is_hopper, num_blocks, num_multiprocessors
-from modeling.bagel.layers import is_capturing
+from modeling.bagel.layers import FoundByTrying
 
 SOURCE = Path(__file__).parent / "cuda" / "top_tokens.cu"
-ARCH = "sm_90a"
 MAX_ROWS = 4
 MIN_COUNT, MAX_COUNT = 33, 1024
 """torch.topk sorts up to 32 values otherwise: equal ones are in no order of theirs."""
@@ -90,7 +90,7 @@ class TopTokens:
     """Takes the largest logits in one launch where that is possible and gives what topk gives."""
 
     def __init__(self) -> None:
-        self._kernels: dict[tuple, CudaKernel | None] = {}
+        self._kernels: FoundByTrying[CudaKernel | None] = FoundByTrying()
 
     def take(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """`torch.topk(logits, count)` of [B, V]: values [B, C] and tokens int64 [B, C].
@@ -98,17 +98,10 @@ class TopTokens:
         The first call for some sizes compares with torch.topk, and waits for the device. It has to
         be outside of graph captures: in them torch.topk serves until there was one.
         """
-        sizes = _sizes(logits, count)
-        kernel = None if sizes is None else self._kernel(sizes, logits)
+        sizes, device, kernel = _sizes(logits, count), logits.device, None
+        if sizes is not None:
+            kernel = self._kernels.get((sizes, device), device, partial(_find, sizes, logits))
         return torch.topk(logits, count) if kernel is None else run(kernel, sizes, logits)
-
-    def _kernel(self, sizes: TopSizes, logits: Tensor) -> CudaKernel | None:
-        key = (sizes, logits.device)
-        if key not in self._kernels:
-            if is_capturing(logits.device):
-                return None
-            self._kernels[key] = _find(sizes, logits)
-        return self._kernels[key]
 
 
 def _sizes(logits: Tensor, count: int) -> TopSizes | None:
@@ -166,9 +159,8 @@ def compile_kernel(sizes: TopSizes) -> CudaKernel:
     Raises:
         CudaSourceError: that is not possible.
     """
-    cubin, _ = compile_source(SOURCE, sizes.macros(), ARCH)
-    blocks = sizes.rows * sizes.blocks
-    return CudaKernel(cubin, "top_tokens", blocks, sizes.warps * 32, SHARED_BYTES)
+    blocks, threads = sizes.rows * sizes.blocks, sizes.warps * 32
+    return build_kernel(SOURCE, sizes.macros(), blocks, threads, SHARED_BYTES)
 
 
 def run(kernel: CudaKernel, sizes: TopSizes, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -36,9 +36,7 @@ __device__ __forceinline__ uint2 turn_head(uint2 four, const uint2* weights, con
   float out[4], total = __fmul_rn(x[0], x[0]);
 #pragma unroll
   for (int i = 1; i < 4; i++) total = __fadd_rn(total, __fmul_rn(x[i], x[i]));
-#pragma unroll
-  for (int half = 16; half >= 1; half /= 2)
-    total = __fadd_rn(total, __shfl_xor_sync(0xffffffffu, total, half));
+  total = sum_of_lanes(total);
   const float scale = rsqrt_of(__fadd_rn(__fmul_rn(total, 1.0f / H), eps));
   const float sign = lane < 16 ? -1.0f : 1.0f;
 #pragma unroll

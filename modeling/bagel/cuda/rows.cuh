@@ -66,10 +66,7 @@ __device__ __forceinline__ void norm_row(Shared& shared, uint4* x, int row, int 
 #pragma unroll
   for (int i = 0; i < NORM_WIDTH / 32; i++) sums[i] = shared.sums[row][lane + 32 * i];
   add_halves<NORM_WIDTH / 64>(sums);
-  float total = sums[0];
-#pragma unroll
-  for (int half = 16; half >= 1; half /= 2)
-    total = __fadd_rn(total, __shfl_xor_sync(0xffffffffu, total, half));
+  const float total = sum_of_lanes(sums[0]);
   const float scale = rsqrt_of(__fadd_rn(__fmul_rn(total, work.inverse_size), work.eps));
 #pragma unroll 1
   for (int at = thread; at < HIDDEN / 8; at += ROW_THREADS) {

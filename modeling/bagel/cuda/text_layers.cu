@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
 
   const u32 ring = address(shared.rings[warp]);
-  Loader loader = {work, {0, 0, 0, nullptr, 0, 0, SLOTS}};
+  Loader loader = {work, shared, {0, 0, 0, nullptr, 0, 0, SLOTS}};
   const Place place = {lane >> 2, (lane & 3) * 2};
   u32 slot = 0;
 #pragma unroll 1
@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const bool is_normed = phase == PROJECT || phase == MLP_IN;
     if (is_normed) load_norms(shared, layer, phase, warp, lane);
     // The last warp does without, see wait_for_all.
-    if (warp < WARPS - 1) loader.fill(shared, left_free(phase));
+    if (warp < WARPS - 1) loader.fill(left_free(phase));
     __syncthreads();
     if (step > 0) wait_for_all(work.counters + GRID_COUNTER, step * BLOCKS);
 
@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int row = thread_now() / ROW_THREADS, row_thread = thread_now() % ROW_THREADS;
     uint4* x = (uint4*)(shared.rows + row * pitch);
     bring_row(work, shared, phase, row, row_thread, x);
-    loader.fill(shared);
+    loader.fill();
     if (is_normed) norm_row(shared, x, row, row_thread, work);
     Item item;
     if (phase == PROJECT &&
@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         loader.ahead.free++;
         // What belongs to later phases waits: others may still need the memory for this one.
         if (loader.ahead.step == step)
-          loader.fill(shared);
+          loader.fill();
         else
           end_group();
         slot = slot + 1 == SLOTS ? 0 : slot + 1;

@@ -86,3 +86,10 @@ struct __align__(128) Shared {
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "shared memory");
 
+__device__ __forceinline__ float sum_of_lanes(float x) {
+#pragma unroll
+  for (int half = 16; half >= 1; half /= 2)
+    x = __fadd_rn(x, __shfl_xor_sync(0xffffffffu, x, half));
+  return x;
+}
+

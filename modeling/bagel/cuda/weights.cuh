@@ -57,6 +57,7 @@ struct Ahead {
 
 struct Loader {
   const Work& work;
+  Shared& shared;
   Ahead ahead;
 
   // Goes on to the next unit; false if there is none.
@@ -79,7 +80,7 @@ struct Loader {
   }
 
   // Begins to load free slots, in order, until `left` are: each a group of copies.
-  __device__ __forceinline__ void fill(Shared& shared, int left = 0) {
+  __device__ __forceinline__ void fill(int left = 0) {
     const int warp = thread_now() / 32, lane = thread_now() % 32;
     const int chunk = lane & 7, chunk_row = lane >> 3;
     // Where the first slot has this lane's chunk of rows 0 to 3, swizzled.

@@ -27,6 +27,7 @@ from tests.tiny import (
     cache_spec,
     contexts,
     contexts_over,
+    move_weights,
     tiny_model,
     tiny_tokenizer,
 )
@@ -179,12 +180,6 @@ def test_memory_that_grows_is_captured_anew(rows, capacity):
     assert_like_eager(graphs, 0, [CAT] * rows, capacity=capacity)
     assert backend.captures - grown <= 1  # 2 of 3 rows may be new
     assert graphs.capture.counters.recaptured == 0  # old graphs were dropped, not found stale
-
-
-def move_weights(model: torch.nn.Module) -> None:
-    """Other memory under the same tensors, as weights that are freed and gathered again."""
-    for param in model.parameters():
-        param.data = param.data.clone()
 
 
 def replace_weights(model: torch.nn.Module) -> None:

@@ -18,7 +18,14 @@ from modeling.bagel.graph_capture import MAX_REFUSED, GraphCapture
 from modeling.bagel.qwen2_navit import QkRounding
 from modeling.bagel.static_prefix_graph import PrefixGraphs
 from tests.fake_graph import FakeBackend
-from tests.tiny import cache_spec, condition_image, contexts, contexts_over, tiny_model
+from tests.tiny import (
+    cache_spec,
+    condition_image,
+    contexts,
+    contexts_over,
+    move_weights,
+    tiny_model,
+)
 
 SHORT, OTHER, LONG = [5, 77, 300], [12, 9, 41], [250, 8, 16, 23, 4, 15]
 IMAGES = {seed: condition_image(seed) for seed in range(3)}
@@ -158,12 +165,6 @@ def test_the_overlay_attends_zeros_whatever_lay_there():
             behind = [layer[0, 17:] for layer in (*static.cache.keys, *static.cache.values)]
             assert not torch.stack(behind).any()
         assert_like_eager(graphs, f"overlay {seed}", SHORT, capacity=200)
-
-
-def move_weights(model: torch.nn.Module) -> None:
-    """Other memory under the same tensors, as weights that are freed and gathered again."""
-    for param in model.parameters():
-        param.data = param.data.clone()
 
 
 def replace_weights(model: torch.nn.Module) -> None:

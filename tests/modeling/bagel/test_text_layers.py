@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from modeling.bagel import text_layers
+from modeling.bagel import layers, text_layers
 from modeling.bagel.bagel import LayerPass
 from modeling.bagel.cache import CacheSpec, KvCache
 from modeling.bagel.config import LlmConfig
-from modeling.bagel.cuda_source import CudaSourceError, compile_source
+from modeling.bagel.cuda_source import ARCH, CudaSourceError, compile_source
 from modeling.bagel.qwen2_navit import Decoder, ExpertOrder, QkRounding
 from modeling.bagel.text_layers import (
     SECOND_SPLIT_UNITS,
@@ -40,7 +40,7 @@ TINY = LlmConfig(256, 512, 2, 2, 1, vocab_size=32)
 
 def compile_for(sizes: TextSizes) -> str:
     """The log of a compilation."""
-    return compile_log(SOURCE, sizes.macros(), text_layers.ARCH)
+    return compile_log(SOURCE, sizes.macros(), ARCH)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
@@ -59,7 +59,7 @@ def test_a_structure_that_is_packed_otherwise_does_not_compile():
     macros["WORK_BYTES"] += 8
     compile_for(SIZES)
     with pytest.raises(CudaSourceError, match="as packed by"):
-        compile_source(SOURCE, macros, text_layers.ARCH)
+        compile_source(SOURCE, macros, ARCH)
 
 
 @pytest.mark.parametrize(
@@ -209,8 +209,8 @@ def test_weights_that_copies_cannot_read_are_left_to_other_kernels(on_hopper):
 
 
 def test_no_kernel_is_looked_for_inside_a_capture(on_hopper, monkeypatch):
-    monkeypatch.setattr(text_layers, "is_capturing", lambda device: True)
-    layers = TextLayers()
-    assert run_turn(layers) is None
-    monkeypatch.setattr(text_layers, "is_capturing", lambda device: False)
-    assert run_turn(layers) is not None
+    monkeypatch.setattr(layers, "is_capturing", lambda device: True)
+    text = TextLayers()
+    assert run_turn(text) is None
+    monkeypatch.setattr(layers, "is_capturing", lambda device: False)
+    assert run_turn(text) is not None

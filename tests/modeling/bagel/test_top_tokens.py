@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import modeling.bagel.execution
-from modeling.bagel import top_tokens
+from modeling.bagel import layers, top_tokens
 from modeling.bagel.config import LlmConfig
-from modeling.bagel.cuda_source import CudaSourceError, compile_source
+from modeling.bagel.cuda_source import ARCH, CudaSourceError, compile_source
 from modeling.bagel.execution import build_execution
 from modeling.bagel.sampling import SamplingConfig
 from modeling.bagel.switches import Switches
@@ -27,22 +27,22 @@ COUNT = 40
 def test_the_kernel_compiles_for_the_real_sizes_and_spills_nothing(rows, count):
     sizes = TopSizes.of(rows, VOCAB, count, 132)
     assert sizes.unsupported() is None and sizes.blocks == 30
-    assert NO_SPILLS in compile_log(SOURCE, sizes.macros(), top_tokens.ARCH)
+    assert NO_SPILLS in compile_log(SOURCE, sizes.macros(), ARCH)
 
 
 def test_the_largest_sizes_compile():
     # Each thread has the most numbers that it may have.
     sizes = TopSizes(4, 2**18, 1024, 13)
     assert sizes.unsupported() is None
-    assert NO_SPILLS in compile_log(SOURCE, sizes.macros(), top_tokens.ARCH)
+    assert NO_SPILLS in compile_log(SOURCE, sizes.macros(), ARCH)
 
 
 def test_a_structure_that_is_packed_otherwise_does_not_compile():
     macros = SIZES.macros()
-    compile_log(SOURCE, macros, top_tokens.ARCH)
+    compile_log(SOURCE, macros, ARCH)
     macros["WORK_BYTES"] += 8
     with pytest.raises(CudaSourceError, match="as packed by"):
-        compile_source(SOURCE, macros, top_tokens.ARCH)
+        compile_source(SOURCE, macros, ARCH)
 
 
 def test_blocks_of_all_rows_run_at_once():
@@ -195,13 +195,13 @@ def test_other_devices_are_left_to_topk(on_hopper, monkeypatch):
 
 
 def test_no_kernel_is_looked_for_inside_a_capture(on_hopper, monkeypatch):
-    monkeypatch.setattr(top_tokens, "is_capturing", lambda device: True)
+    monkeypatch.setattr(layers, "is_capturing", lambda device: True)
     top = TopTokens()
     assert_topk(top, logits_of())
     assert not on_hopper.compiled
-    monkeypatch.setattr(top_tokens, "is_capturing", lambda device: False)
+    monkeypatch.setattr(layers, "is_capturing", lambda device: False)
     assert_topk(top, logits_of())
-    monkeypatch.setattr(top_tokens, "is_capturing", lambda device: True)
+    monkeypatch.setattr(layers, "is_capturing", lambda device: True)
     assert_topk(top, logits_of())
     assert len(on_hopper.compiled) == 1 and len(on_hopper.ran) == 4
 
