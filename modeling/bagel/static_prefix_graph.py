@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from modeling.bagel.bagel import LayerPass, Stack
 from modeling.bagel.cache import CacheAppend, CacheRun, CacheSpec, KvCache
-from modeling.bagel.decode_memory import DecodeMemory
+from modeling.bagel.cache_memory import CacheMemory
 from modeling.bagel.graph_capture import (
     MAX_REFUSED,
     CapturedWork,
@@ -90,7 +90,7 @@ class PrefixGraphs:
         self.stack = stack
         self.capture = capture
         self.keeps_runs_apart = stack.keeps_runs_apart
-        self.memory = DecodeMemory(before_move=self.drop)
+        self.memory = CacheMemory(before_move=self.drop)
         self.num_refused = 0
         self._kept: dict[tuple, KeptPass] = {}  # in the order of their last use
         self._weights: _Weights | None = None  # asked for once in a lending

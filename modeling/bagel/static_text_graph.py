@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from modeling.bagel.cache_memory import CacheMemory
 from modeling.bagel.context import Contexts
-from modeling.bagel.decode_memory import DecodeMemory
 from modeling.bagel.graph_capture import (
     MAX_REFUSED,
     CapturedWork,
@@ -42,7 +42,7 @@ class TextGraphs:
 
     def __init__(self, capture: GraphCapture):
         self.capture = capture
-        self.memory = DecodeMemory(before_move=self.drop)
+        self.memory = CacheMemory(before_move=self.drop)
         self.num_refused = 0
         self._turns: dict[tuple, KeptTurn] = {}
         self._generator: torch.Generator | None = None

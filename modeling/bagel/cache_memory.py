@@ -15,7 +15,7 @@ CAPACITY_STEP = 256
 """Capacities are rounded up to this many positions: prompts differ a little in length."""
 
 
-class DecodeMemory:
+class CacheMemory:
     """Keys and values of one KV cache at a time. `before_move` runs before memory is given up."""
 
     def __init__(self, before_move: Callable[[], None]):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from modeling.bagel.decode_memory import CAPACITY_STEP, DecodeMemory
+from modeling.bagel.cache_memory import CAPACITY_STEP, CacheMemory
 from tests.tiny import cache_spec, contexts, contexts_over
 
 TOKENS = [5, 77, 300, 12, 9, 41, 250]
@@ -19,7 +19,7 @@ class Log(list):
         self.append("moved")
 
 
-def addresses(memory: DecodeMemory, rows: int, capacity: int) -> list[int]:
+def addresses(memory: CacheMemory, rows: int, capacity: int) -> list[int]:
     with memory.lend(cache_spec(rows, capacity)) as cache:
         assert cache.num_rows == rows and cache.capacity >= capacity
         assert cache.capacity % CAPACITY_STEP == 0
@@ -32,7 +32,7 @@ def addresses(memory: DecodeMemory, rows: int, capacity: int) -> list[int]:
 
 def test_it_stays_where_it_is_until_more_is_needed():
     log = Log()
-    memory = DecodeMemory(log)
+    memory = CacheMemory(log)
     first = addresses(memory, 2, 100)
     log.clear()
     for rows, capacity in ((2, 100), (1, 256), (2, 256), (1, 1)):
@@ -47,7 +47,7 @@ def test_it_stays_where_it_is_until_more_is_needed():
 
 
 def test_old_memory_is_let_go_before_new_memory_is_taken():
-    memory = DecodeMemory(lambda: seen.append([x.untyped_storage().size() for x in memory._keys]))
+    memory = CacheMemory(lambda: seen.append([x.untyped_storage().size() for x in memory._keys]))
     seen: list = []
     addresses(memory, 1, 100)
     held = weakref.ref(memory._keys[0])
@@ -57,7 +57,7 @@ def test_old_memory_is_let_go_before_new_memory_is_taken():
 
 
 def test_another_type_gets_memory_of_its_own():
-    memory = DecodeMemory(Log())
+    memory = CacheMemory(Log())
     addresses(memory, 4, 600)
     spec = replace(cache_spec(1, 10), dtype=torch.bfloat16)
     with memory.lend(spec) as cache:
@@ -66,7 +66,7 @@ def test_another_type_gets_memory_of_its_own():
 
 
 def test_it_is_lent_once_at_a_time():
-    memory = DecodeMemory(Log())
+    memory = CacheMemory(Log())
     spec = cache_spec(1)
     with memory.lend(spec) as cache:
         with pytest.raises(RuntimeError, match="lent already"), memory.lend(spec):
@@ -77,7 +77,7 @@ def test_it_is_lent_once_at_a_time():
 
 
 def test_it_comes_back_from_a_block_that_fails():
-    memory = DecodeMemory(Log())
+    memory = CacheMemory(Log())
     with pytest.raises(KeyboardInterrupt) as caught, memory.lend(cache_spec(1)) as cache:
         raise KeyboardInterrupt
     assert memory.lent is None
@@ -88,7 +88,7 @@ def test_it_comes_back_from_a_block_that_fails():
 
 @torch.no_grad()
 def test_a_cache_that_was_given_back_is_not_used():
-    memory = DecodeMemory(Log())
+    memory = CacheMemory(Log())
     with memory.lend(cache_spec(1)) as cache:
         grown = contexts_over(cache)
         grown.feed_text([0], [TOKENS])
@@ -98,7 +98,7 @@ def test_a_cache_that_was_given_back_is_not_used():
 
 @torch.no_grad()
 def test_what_earlier_rollouts_left_is_not_read():
-    memory, hidden = DecodeMemory(Log()), []
+    memory, hidden = CacheMemory(Log()), []
     for poison in (0.0, float("nan"), 1e30):
         with memory.lend(cache_spec(2)) as cache:
             for layer in (*cache.keys, *cache.values):
@@ -115,7 +115,7 @@ def test_what_earlier_rollouts_left_is_not_read():
 
 def test_released_memory_is_gone_and_comes_anew():
     log = Log()
-    memory = DecodeMemory(log)
+    memory = CacheMemory(log)
     addresses(memory, 2, 100)
     log.clear()
     memory.release()
