@@ -103,14 +103,25 @@ def _store(acc, out_ptr, first, num_rows, N: tl.constexpr, N_BLOCK: tl.constexpr
 
 @triton.jit
 def _weigh(
-    wide, norm_ptr, out_ptr, square_ptr, first, num_rows, N: tl.constexpr, PART: tl.constexpr, ROWS
+    wide,
+    norm_ptr,
+    out_ptr,
+    square_ptr,
+    first,
+    num_rows,
+    N: tl.constexpr,
+    N_BLOCK: tl.constexpr,
+    PART: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """Writes a part [PART, ROWS] of new rows times the norm's weight, and its sums of squares."""
-    weight = tl.load(norm_ptr + first + tl.arange(0, PART)).to(tl.float32)
-    _store(wide * weight[:, None], out_ptr, first, num_rows, N, PART, ROWS)
-    row = tl.arange(0, ROWS)
-    place = first // PART * num_rows + row
-    tl.store(square_ptr + place, tl.sum(wide * wide, axis=0), mask=row < num_rows)
+    """Writes N_BLOCK outputs of new rows times the norm's weight, and sums of squares by parts."""
+    weight = tl.load(norm_ptr + first + tl.arange(0, N_BLOCK)).to(tl.float32)
+    _store(wide * weight[:, None], out_ptr, first, num_rows, N, N_BLOCK, ROWS)
+    parts: tl.constexpr = N_BLOCK // PART
+    squares = tl.sum(tl.reshape(wide * wide, (parts, PART, ROWS)), axis=1)
+    row = tl.arange(0, ROWS)[None, :]
+    places = (first // PART + tl.arange(0, parts)[:, None]) * num_rows + row
+    tl.store(square_ptr + places, squares, mask=row < num_rows)
 
 
 @triton.jit
@@ -162,7 +173,7 @@ def _weigh_kernel(
     outs, row = first + tl.arange(0, PART), tl.arange(0, ROWS)
     places, inside = row[None, :] * N + outs[:, None], (row < num_rows)[None, :]
     wide = tl.load(x_ptr + places, mask=inside, other=0.0).to(tl.float32)
-    _weigh(wide, norm_ptr, out_ptr, square_ptr, first, num_rows, N, PART, ROWS)
+    _weigh(wide, norm_ptr, out_ptr, square_ptr, first, num_rows, N, PART, PART, ROWS)
 
 
 @triton.jit
@@ -176,6 +187,7 @@ def _add_product_kernel(
     num_rows,
     N: tl.constexpr,
     K: tl.constexpr,
+    PART: tl.constexpr,
     N_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -189,7 +201,7 @@ def _add_product_kernel(
     total = (x.to(tl.float32) + acc).to(x.dtype)
     tl.store(x_ptr + places, total, mask=inside)
     wide = total.to(tl.float32)
-    _weigh(wide, norm_ptr, out_ptr, square_ptr, first, num_rows, N, N_BLOCK, ROWS)
+    _weigh(wide, norm_ptr, out_ptr, square_ptr, first, num_rows, N, N_BLOCK, PART, ROWS)
 
 
 @triton.jit
@@ -286,13 +298,21 @@ def fits(num_rows: int, weight: Tensor) -> bool:
 
 @cache
 def _blocks(num_rows: int, num_outs: int, inner: int) -> dict[str, int]:
-    """Tile sizes, by what was fastest at 4 rows on an H200."""
+    """Tile sizes, by what was fastest on an H200 at 4 rows, and at 24 where they are many.
+
+    Every block reads all rows, so where these weigh as much as its weights it has more outputs.
+    """
     rows = max(8, power_of_2(num_rows))
     if num_outs >= LARGE_N:
         return _tile(64, 128, max(16, rows), 5, 4)
     if inner >= LARGE_K:
-        return _tile(PART, 512, max(16, rows), 4, 2)
-    return _tile(PART, 256, rows, 4, 1)
+        return _tile(32, 256, rows, 6, 4) if rows > 16 else _tile(PART, 512, max(16, rows), 4, 2)
+    return _tile(64, 256, rows, 3, 4) if rows > 16 else _tile(PART, 256, rows, 4, 1)
+
+
+def _swiglu_blocks(num_rows: int) -> dict[str, int]:
+    """As `_blocks`, for gate and up: two weights at a time."""
+    return _tile(PART, 256, max(8, power_of_2(num_rows)), 3, 1)
 
 
 def _tile(n_block: int, k_block: int, rows: int, stages: int, warps: int) -> dict[str, int]:
@@ -356,7 +376,8 @@ def add_product(
     """
     num_rows, (size, depth) = x.shape[0], weight.shape
     weighed = _empty_weighed(x, eps)
-    _add_product_kernel[(size // PART,)](
+    blocks = _blocks(num_rows, size, depth)
+    _add_product_kernel[(size // blocks["N_BLOCK"],)](
         x,
         inner,
         weight,
@@ -366,7 +387,8 @@ def add_product(
         num_rows,
         N=size,
         K=depth,
-        **_blocks(num_rows, size, depth),
+        PART=PART,
+        **blocks,
     )
     return weighed
 
@@ -418,7 +440,7 @@ def swiglu(x: Tensor | WeighedRows, gate: Tensor, up: Tensor) -> Tensor:
     rows, squares, eps = x if isinstance(x, WeighedRows) else (x, None, 0.0)
     num_rows, (size, inner) = rows.shape[0], gate.shape
     out = rows.new_empty(num_rows, size)
-    blocks = _blocks(num_rows, size, inner) | {"STAGES": 3}
+    blocks = _swiglu_blocks(num_rows)
     _swiglu_kernel[(size // blocks["N_BLOCK"],)](
         rows,
         squares,

@@ -549,11 +549,11 @@ def bits_of_linears() -> None:
 
 def few_row_products() -> None:
     for rows in (1, 4, 9, 17, 32):
-        x, weight = torch.randn(rows, 512), torch.randn(48, 512) / 16
+        x, weight = torch.randn(rows, 512), torch.randn(64, 512) / 16
         torch.testing.assert_close(few_rows.linear(x, weight), x @ weight.t(), rtol=0, atol=1e-5)
-    for splits, size in ((2, 512), (3, 384), (5, 256), (7, 192)):
+    for rows, splits, size in ((4, 2, 512), (4, 3, 384), (24, 5, 256), (4, 7, 192), (24, 7, 192)):
         assert few_rows.split_size(1024, splits) == size
-        x, weight, bias = torch.randn(4, 1024), torch.randn(48, 1024) / 16, torch.randn(48)
+        x, weight, bias = torch.randn(rows, 1024), torch.randn(64, 1024) / 16, torch.randn(64)
         expected = x @ weight.t()
         near = partial(torch.testing.assert_close, rtol=0, atol=1e-5)
         near(few_rows.linear(x, weight, splits), expected)
@@ -566,6 +566,7 @@ def few_row_products() -> None:
     near(few_rows.swiglu(x, gate, up), F.silu(x @ gate.t()) * (x @ up.t()))
     weight = torch.empty(48, 512, dtype=torch.bfloat16)
     assert few_rows.fits(4, weight)
+    assert not few_rows.fits(17, weight) and few_rows.fits(17, weight.new_empty(64, 512))
     assert not few_rows.fits(33, weight) and not few_rows.fits(0, weight)
     assert not few_rows.fits(4, weight[:, :500]) and not few_rows.fits(4, weight[:40])
     assert not few_rows.fits(4, weight.float())
@@ -589,7 +590,7 @@ def few_row_norms() -> None:
     size = 1280  # more parts than are added up at once
     for rows in (1, 4, 9, 17, 32):
         x, norm, inner = torch.randn(rows, size), module(size), torch.randn(rows, 512)
-        weights = [torch.randn(width, size) / 32 for width in (64, 32, 32)]
+        weights = [torch.randn(width, size) / 32 for width in (128, 64, 64)]
         biases = [torch.randn(weight.shape[0]) for weight in weights]
         weighed = few_rows.weigh(x, norm.weight, EPS)
         close(weighed.rows, x * norm.weight)
