@@ -323,7 +323,11 @@ class _Part:
 
     def _add_product(self, inner: Tensor, linear: torch.nn.Linear, norm_weight: Tensor) -> None:
         """Adds a product to the rows and normalises the sum."""
-        self._add_and_norm(_product(inner, linear), norm_weight)
+        if many_rows.fits_add(self.x, inner, linear.weight):
+            many_rows.add_linear(self.x, inner, linear.weight)
+            self._norm(norm_weight)
+        else:
+            self._add_and_norm(_product(inner, linear), norm_weight)
 
     def _add_and_norm(self, delta: Tensor, norm_weight: Tensor) -> None:
         norm = (norm_weight, self.shared.eps)

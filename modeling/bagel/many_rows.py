@@ -1,10 +1,11 @@
-"""Products of many rows in Triton: gate and up with SwiGLU, and plain ones in whole waves of tiles.
+"""Products of many rows in Triton: gate and up with SwiGLU, plain ones, and ones that are added.
 
 Every output is summed over the inner dimension in order, in one fp32 accumulator of the tensor
 core, as cuBLAS sums it on Hopper where there are many rows; so the bits are those of cuBLAS, and
-of `fused_ops.silu_mul` behind it, which is checked once for each size. Gate and up never reach
-memory, and one read of the rows serves both. A plain product whose tiles do not fill whole waves
-leaves fewer multiprocessors idle at its end than that of cuBLAS.
+of what PyTorch does behind it, which is checked once for each size. Gate and up never reach
+memory, and one read of the rows serves both; what is added to the residual stream is added there,
+by the memory. A product whose tiles do not fill whole waves leaves fewer multiprocessors idle at
+its end than that of cuBLAS.
 
 Shape letters: M rows, K inner, N outputs.
 """
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from modeling.bagel.context import INVARIANT_ROWS
@@ -95,14 +97,33 @@ def _swiglu_kernel(
         out_rows.store([row, first], silu_times(gate.to(dtype), up.to(dtype)))
 
 
+# Chosen here, not by a flag inside: Triton compares the globals of a kernel at every launch.
+if knobs.runtime.interpret:
+
+    # The interpreter knows no additions by tensor maps.
+    @triton.jit
+    def _add_into(rows, row, first, part):
+        total = rows.load([row, first]).to(tl.float32) + part.to(tl.float32)
+        rows.store([row, first], total.to(part.dtype))
+else:
+
+    @triton.jit
+    def _add_into(rows, row, first, part):
+        """Adds a part where it lies: the second-level cache does, and rounds once."""
+        rows.atomic_add([row, first], part)
+
+
 @triton.jit
-def _store(acc, bias_ptr, out_rows, row, first, size, OUTS: tl.constexpr):
-    """Adds the bias to OUTS columns in fp32, and rounds."""
+def _store(acc, bias_ptr, out_rows, row, first, size, OUTS: tl.constexpr, ADDS: tl.constexpr):
+    """Adds the bias to OUTS columns in fp32, and rounds; writes them, or adds them to what is."""
     if bias_ptr is not None:
         outs = first + tl.arange(0, OUTS)
         bias = tl.load(bias_ptr + outs, mask=outs < size, other=0.0)
         acc += bias.to(tl.float32)[None, :]
-    out_rows.store([row, first], acc.to(out_rows.dtype))
+    if ADDS:
+        _add_into(out_rows, row, first, acc.to(out_rows.dtype))
+    else:
+        out_rows.store([row, first], acc.to(out_rows.dtype))
 
 
 @triton.jit
@@ -115,6 +136,7 @@ def _linear_kernel(
     size,
     inner,
     num_main,
+    ADDS: tl.constexpr,
     ROWS: tl.constexpr,
     OUTS: tl.constexpr,
     STEP: tl.constexpr,
@@ -130,8 +152,8 @@ def _linear_kernel(
         for k in tl.range(0, inner, STEP, num_stages=STAGES):
             acc = tl.dot(x_rows.load([row, k]), weight_rows.load([first, k]).T, acc)
         left, right = _halves(acc, ROWS, OUTS)
-        _store(left, bias_ptr, out_rows, row, first, size, OUTS)
-        _store(right, bias_ptr, out_rows, row, first + OUTS, size, OUTS)
+        _store(left, bias_ptr, out_rows, row, first, size, OUTS, ADDS)
+        _store(right, bias_ptr, out_rows, row, first + OUTS, size, OUTS, ADDS)
 
 
 @triton.jit
@@ -144,6 +166,7 @@ def _tail_kernel(
     size,
     inner,
     num_main,
+    ADDS: tl.constexpr,
     ROWS: tl.constexpr,
     OUTS: tl.constexpr,
     TAIL: tl.constexpr,
@@ -159,7 +182,7 @@ def _tail_kernel(
     acc = tl.zeros((ROWS, TAIL), tl.float32)
     for k in tl.range(0, inner, STEP, num_stages=STAGES):
         acc = tl.dot(x_rows.load([row, k]), weight_rows.load([first, k]).T, acc)
-    _store(acc, bias_ptr, out_rows, row, first, size, TAIL)
+    _store(acc, bias_ptr, out_rows, row, first, size, TAIL, ADDS)
 
 
 def fits_swiglu(x: Tensor, gate: Tensor, up: Tensor) -> bool:
@@ -187,6 +210,20 @@ def fits_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
         lambda: linear(x, weight, bias),
         lambda: F.linear(x, weight, bias),
     )
+
+
+def fits_add(total: Tensor, x: Tensor, weight: Tensor) -> bool:
+    """As `fits_swiglu`, for `add_linear`: the sum so far [M, N], rows [M, K], a weight [N, K]."""
+    if weight.shape[0] < MIN_OUTS or not _fits(x, weight, total):
+        return False
+
+    def compute() -> Tensor:
+        added = total.clone()
+        add_linear(added, x, weight)
+        return added
+
+    key = ("products in the residual stream", x.device, *weight.shape)
+    return _has_cublas_bits(key, compute, lambda: total + F.linear(x, weight))
 
 
 def _fits(x: Tensor, weight: Tensor, *others: Tensor) -> bool:
@@ -269,15 +306,33 @@ def swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x weight^T + bias: [M, N], rounded once.
 
-    Whole waves of tiles go to one kernel, what is left over in narrower tiles to another: in one
-    kernel the second loop would make the first one slower.
-
     Args:
         x: [M, K]. weight: [N, K]. bias: [N]. Contiguous, of one type, bf16 on a GPU; see
             `fits_linear`.
     """
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    _launch_linear(x, weight, bias, out, adds=False)
+    return out
+
+
+def add_linear(total: Tensor, x: Tensor, weight: Tensor) -> None:
+    """Adds x weight^T, rounded, to `total` [M, N] in place, and rounds again.
+
+    Args:
+        total: [M, N]. x: [M, K]. weight: [N, K]. Contiguous, of one type, bf16 on a GPU; see
+            `fits_add`.
+    """
+    _launch_linear(x, weight, None, total, adds=True)
+
+
+def _launch_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, adds: bool
+) -> None:
+    """Whole waves of tiles go to one kernel, what is left over in narrower tiles to another.
+
+    In one kernel the second loop would make the first one slower.
+    """
     (num_rows, inner), size = x.shape, weight.shape[0]
-    out = x.new_empty(num_rows, size)
     num_main, num_left = _share_tiles(num_rows, size, x.device)
     describe = TensorDescriptor.from_tensor
     rows, sizes = describe(x, [ROW_BLOCK, INNER_BLOCK]), (num_rows, size, inner, num_main)
@@ -288,6 +343,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             describe(out, [ROW_BLOCK, OUT_BLOCK]),
             bias,
             *sizes,
+            ADDS=adds,
             STAGES=STAGES,
             num_warps=8,
             **_tiling(),
@@ -299,12 +355,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             describe(out, [ROW_BLOCK, TAIL_BLOCK]),
             bias,
             *sizes,
+            ADDS=adds,
             TAIL=TAIL_BLOCK,
             STAGES=TAIL_STAGES,
             num_warps=4,
             **_tiling(),
         )
-    return out
 
 
 def _share_tiles(num_rows: int, size: int, device: torch.device) -> tuple[int, int]:
