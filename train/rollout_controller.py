@@ -239,7 +239,7 @@ class RolloutController:
     ) -> FlowBranches:
         texts = [self.tokenizer.encode(operation) for operation in operations]
         room = self._room_for_noise(grid) + max(map(len, texts)) + 2
-        image_room = _vit_length(conditions) + max(c.latents.shape[0] for c in conditions) + 2
+        image_room = _vit_length(conditions) + max(c.latent_length for c in conditions)
         overlay = self.recipe.overlay_edit_images
 
         def add_image(contexts: Contexts) -> None:
@@ -362,4 +362,4 @@ def _all_same(values: list) -> bool:
 
 
 def _vit_length(conditions: list[ConditionImage]) -> int:
-    return max(c.vit_features.shape[0] for c in conditions) + NUM_MARKERS
+    return max(c.vit_length for c in conditions)

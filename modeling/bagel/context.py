@@ -56,6 +56,16 @@ class ConditionImage:
     latents: Tensor  # [G, P], clean
     latent_grid: ImageSize
 
+    @property
+    def vit_length(self) -> int:
+        """Tokens of its image-encoder segment, markers included."""
+        return self.vit_features.shape[0] + NUM_MARKERS
+
+    @property
+    def latent_length(self) -> int:
+        """Tokens of its latent segment, markers included."""
+        return self.latents.shape[0] + NUM_MARKERS
+
 
 @dataclass(frozen=True)
 class ImageAppend:
@@ -66,7 +76,6 @@ class ImageAppend:
     rope_ids: Tensor
     position_ids: Tensor
     append: CacheAppend
-    lengths: list[int]
 
 
 @dataclass(frozen=True)
@@ -146,27 +155,30 @@ class Contexts:
 
     def add_vit(self, images: list[ConditionImage]) -> None:
         """Appends the image-encoder segment of `images[i]` to context i."""
-        lengths = self._run_vit(images, rope_offset=0)
-        self.cache.advance(self.rows, lengths, [1] * len(lengths))
+        self._run_vit(images, rope_offset=0)
+        lengths = [image.vit_length for image in images]
+        self.cache.advance(self.rows, lengths, [1] * len(images))
 
     def add_image(self, images: list[ConditionImage], overlay: bool) -> None:
         """Appends the latent and then the image-encoder segment of `images[i]` to context i.
 
-        With `overlay` (the upstream recipe) both are written at the same cache position and the
-        length moves on only after both: the latent entries are lost, and as many zero entries
-        behind the encoder's are attended instead.
+        With `overlay` (the upstream recipe) both begin at the same cache position and the length
+        moves on only after both: latent entries are lost, up to the end of the encoder's, and as
+        many zero entries behind the longer segment are attended instead.
         """
-        latent_lengths = self._run_vae(images)
+        lengths = [(image.latent_length, image.vit_length) for image in images]
         if not overlay:
-            self.cache.advance(self.rows, latent_lengths, [1] * len(images))
+            self._run_vae(images)
+            self.cache.advance(self.rows, [latent for latent, _ in lengths], [1] * len(images))
             self.add_vit(images)
             return
-        vit_lengths = self._run_vit(images, rope_offset=1)
-        lengths = [a + b for a, b in zip(latent_lengths, vit_lengths, strict=True)]
-        self.cache.advance(self.rows, lengths, [2] * len(images))
+        # Of latent entries nothing reads but those that reach behind the encoder's.
+        if any(latent > vit for latent, vit in lengths):
+            self._run_vae(images)
+        self._run_vit(images, rope_offset=1)
+        self.cache.advance(self.rows, list(map(sum, lengths)), [2] * len(images))
         # Behind the longer of the two segments nothing was written.
-        shorter = list(map(min, latent_lengths, vit_lengths))
-        self.cache.leave_blank(self.rows, shorter)
+        self.cache.leave_blank(self.rows, list(map(min, lengths)))
 
     def plan_noise(
         self, grid: ImageSize, rows: Sequence[int], by_expert: bool = False
@@ -179,7 +191,7 @@ class Contexts:
         positions = [position_ids(grid, side)] * len(rows)
         return self._plan_image(positions, 0, is_gen=True, by_expert=by_expert, rows=rows)
 
-    def _run_vae(self, images: list[ConditionImage]) -> list[int]:
+    def _run_vae(self, images: list[ConditionImage]) -> None:
         side = self.model.config.max_latent_size
         plan = self._plan_image(
             [position_ids(image.latent_grid, side) for image in images], 0, is_gen=True
@@ -188,16 +200,14 @@ class Contexts:
         # One time for all tokens: its embedding is a matrix product of a single row.
         zero = self.model.time_embedder(torch.zeros(1, device=self.device))
         self._extend(plan, self.model.embed_latents(latents, zero, plan.position_ids))
-        return plan.lengths
 
-    def _run_vit(self, images: list[ConditionImage], rope_offset: int) -> list[int]:
+    def _run_vit(self, images: list[ConditionImage], rope_offset: int) -> None:
         side = self.model.config.vit.side
         plan = self._plan_image(
             [position_ids(image.vit_grid, side) for image in images], rope_offset, is_gen=False
         )
         features = torch.cat([image.vit_features for image in images])
         self._extend(plan, self.model.embed_vit(features, plan.position_ids))
-        return plan.lengths
 
     def _plan_image(
         self,
@@ -239,7 +249,6 @@ class Contexts:
                 runs,
                 of_rows=self.cache.num_rows,
             ),
-            lengths=lengths,
         )
 
     def _extend(self, plan: ImageAppend, patches: Tensor) -> None:

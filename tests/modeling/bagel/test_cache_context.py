@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from modeling.bagel.bagel import EagerStack, LayerPass
 from modeling.bagel.config import ImageSize
-from modeling.bagel.context import Contexts
+from modeling.bagel.context import ConditionImage, Contexts, Stacks
 from tests.tiny import condition_image, contexts, special_tokens, tiny_tokenizer
 
 TOKENS = [5, 77, 300, 12, 9, 41, 250]
@@ -21,6 +22,32 @@ def entries(grown: Contexts, row: int, start: int, end: int) -> Tensor:
 
 def assert_near(mine: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+class RecordingStack(EagerStack):
+    """Notes the tokens of each expert in every pass."""
+
+    def __init__(self) -> None:
+        self.passes: list[tuple[int, int]] = []
+
+    def run(self, layer_pass: LayerPass) -> Tensor:
+        self.passes.append((layer_pass.experts.num_und, layer_pass.experts.num_gen))
+        return super().run(layer_pass)
+
+
+def with_latents(image: ConditionImage, height: int, width: int) -> ConditionImage:
+    """The picture with that many latent tokens."""
+    generator = torch.Generator().manual_seed(height * width)
+    latents = torch.randn(height * width, 64, generator=generator)
+    return replace(image, latents=latents, latent_grid=ImageSize(height, width))
+
+
+def stale_contexts(rows: int) -> Contexts:
+    """Contexts over memory in which every entry that was not written is NaN."""
+    grown = contexts(rows)
+    for layer in (*grown.cache.keys, *grown.cache.values):
+        layer.fill_(float("nan"))
+    return grown
 
 
 def test_prefill_in_pieces_equals_one_pass():
@@ -84,8 +111,7 @@ def test_overlay_loses_the_latents_and_attends_zeros_instead():
 
 
 def test_latents_longer_than_the_encoder_segment_stay_behind_it():
-    image, overlaid = condition_image(), contexts(1)
-    image = replace(image, latents=torch.randn(20, 64), latent_grid=ImageSize(4, 5))
+    image, overlaid = with_latents(condition_image(), 4, 5), contexts(1)
     overlaid.feed_text([0], [TOKENS])
     overlaid.add_image([image], overlay=True)
     begin, end = len(TOKENS) + 22, len(TOKENS) + 22 + VIT_TOKENS
@@ -93,6 +119,53 @@ def test_latents_longer_than_the_encoder_segment_stay_behind_it():
     assert overlaid.cache.blanks == [(begin, end)]
     assert not entries(overlaid, 0, begin, end).any()
     assert entries(overlaid, 0, begin - 1, begin).any()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("grids", [[(2, 3), (3, 5)], [(2, 3), (4, 5)], [(4, 5), (5, 5)]])
+def test_overlay_has_the_bits_of_both_passes(grids):
+    images = [with_latents(condition_image(seed), *grid) for seed, grid in enumerate(grids)]
+    overlaid, both = stale_contexts(2), stale_contexts(2)
+    for grown in (overlaid, both):
+        grown.feed_text([0, 1], [TOKENS, TOKENS[:2]])
+    both._run_vae(images)  # moves no length on
+    overlaid.add_image(images, overlay=True)
+    both.add_image(images, overlay=True)
+    for row, (height, width) in enumerate(grids):
+        start, longer = (len(TOKENS), 2)[row], max(VIT_TOKENS, height * width + 2)
+        assert entries(overlaid, row, start, start + longer).isfinite().all()
+        assert entries(overlaid, row, start + longer, 96).isnan().all()
+    mine, theirs = (entries(grown, slice(None), 0, 96) for grown in (overlaid, both))
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+    for name in ("lengths", "next_rope", "blanks", "is_uniform"):
+        assert getattr(overlaid.cache, name) == getattr(both.cache, name)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("grids", "passes"),
+    [
+        ([(2, 3), (2, 3)], [(2 * VIT_TOKENS, 0)]),
+        ([(2, 3), (3, 5)], [(2 * VIT_TOKENS, 0)]),
+        ([(2, 3), (4, 4)], [(4, 6 + 16), (2 * VIT_TOKENS, 0)]),
+    ],
+)
+def test_overlay_runs_latents_only_where_some_are_left(grids, passes):
+    grown, stack = contexts(2), RecordingStack()
+    grown.stacks = Stacks(stack, stack)
+    images = [with_latents(condition_image(), *grid) for grid in grids]
+    grown.add_image(images, overlay=True)
+    assert stack.passes == passes
+
+
+@torch.no_grad()
+def test_latents_behind_the_encoder_segment_are_those_of_their_own_pass():
+    images = [condition_image(0), with_latents(condition_image(1), 4, 5)]
+    overlaid, latents = contexts(2), contexts(2)
+    latents._run_vae(images)
+    overlaid.add_image(images, overlay=True)
+    tails = [entries(grown, 1, VIT_TOKENS, 22) for grown in (overlaid, latents)]
+    assert torch.equal(*tails) and tails[0].any()
 
 
 def test_overlaid_zeros_are_attended():
