@@ -191,9 +191,7 @@ class RolloutController:
             # picture may round differently, and the recorded runs encode a batch.
             is_once = self.execution.encodes_once
             batch = list({id(image): image for image in images}.values()) if is_once else images
-            pixels = torch.stack([self.config.vae_transform(to_rgb(image)) for image in batch])
-            with self._vae_precision(device):
-                latents = self.autoencoder.encode(to_device(pixels, device))
+            latents = self._latent_maps(batch, device)
             side = ImageSize(*(n // LATENT_PATCH for n in latents.shape[-2:]))
             encoded: dict[int, ConditionImage] = {}
             for image, latent in zip(batch, latents, strict=True):
@@ -202,6 +200,18 @@ class RolloutController:
                     vit = self._vit_features(image, device, dtype)
                     encoded[id(image)] = ConditionImage(*vit, tokens, side)
             return [encoded[id(image)] for image in images]
+
+    def _latent_maps(self, images: list[Image.Image], device: torch.device) -> Tensor:
+        """Pictures of one size through the autoencoder as one batch: [B, C, h, w]."""
+        # A picture takes the host long to transform and to pin, and several samples may share it.
+        moved: dict[int, Tensor] = {}
+        for image in images:
+            if id(image) not in moved:
+                pixels = self.config.vae_transform(to_rgb(image))
+                moved[id(image)] = to_device(pixels, device)
+        batch = torch.stack([moved[id(image)] for image in images])
+        with self._vae_precision(device):
+            return self.autoencoder.encode(batch)
 
     def _vit_features(self, image: Image.Image, device: torch.device, dtype: torch.dtype) -> tuple:
         patch = self.model.config.vit.patch_size

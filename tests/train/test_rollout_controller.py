@@ -1,5 +1,7 @@
 """Rollouts on the tiny model: what each stage puts into its contexts and makes of its text."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -328,6 +330,40 @@ def test_a_picture_of_several_samples_may_be_encoded_once(monkeypatch, is_once, 
     alone = [rolled.conditions([image])[0].latents for image in (first, second)]
     for condition, latents in zip(conditions, alone, strict=False):
         torch.testing.assert_close(condition.latents, latents, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("is_once", "encoded"), [(False, [0, 1, 0, 0]), (True, [0, 1])])
+@torch.no_grad()
+def test_a_picture_of_several_samples_is_transformed_and_moved_once(monkeypatch, is_once, encoded):
+    rolled, pictures = controller(), [picture(), picture(1)]
+    rolled.execution.encodes_once = is_once
+    plain, log, batches = rolled.config, [], []
+    encode, move = rolled.autoencoder.encode, rollout_controller.to_device
+
+    def logged(name, function):
+        def call(*args):
+            log.append(name)
+            return function(*args)
+
+        return call
+
+    def keep_batch(pixels):
+        batches.append(pixels)
+        return encode(pixels)
+
+    rolled.config = replace(
+        plain,
+        vae_transform=logged("vae transform", plain.vae_transform),
+        vit_transform=logged("vit transform", plain.vit_transform),
+    )
+    monkeypatch.setattr(rolled.autoencoder, "encode", logged("encode", keep_batch))
+    monkeypatch.setattr(rollout_controller, "to_device", logged("move", move))
+    rolled.conditions([pictures[i] for i in (0, 1, 0, 0)])
+    vae, vit = ["vae transform", "move"] * 2, ["vit transform", "move"] * 2
+    assert log == [*vae, "encode", *vit]  # a GPU encodes while the host transforms for the other
+    (batch,) = batches
+    assert torch.equal(batch, torch.stack([plain.vae_transform(pictures[i]) for i in encoded]))
+    assert batch.is_contiguous()
 
 
 @torch.no_grad()
