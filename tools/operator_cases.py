@@ -163,6 +163,25 @@ def linear_cases(rows: int, distribution: str) -> Iterator[Case]:
             partial(lambda x, linear: [linear(x)], x, linear),
             x.nbytes + linear.weight.nbytes + 2 * rows * HIDDEN,
         )
+        if not has_bias:
+            yield adding_case(f"{rows} {distribution} {name}", x, linear.weight, distribution)
+
+
+def adding_case(name: str, x: Tensor, weight: Tensor, distribution: str) -> Case:
+    """A product of many rows that is added where the sum lies, against cuBLAS and a sum."""
+    total = draw((x.shape[0], HIDDEN), distribution, x.shape[0] + 1)
+
+    def run() -> list[Tensor]:
+        added = total.clone()
+        many_rows.add_linear(added, x, weight)
+        return [added]
+
+    return Case(
+        f"many_rows.add_linear {name}",
+        run,
+        lambda: [total + F.linear(x, weight)],
+        x.nbytes + weight.nbytes + 4 * total.nbytes,
+    )
 
 
 def qk_case(rows: int, distribution: str, early: bool) -> Case:

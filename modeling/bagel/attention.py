@@ -6,7 +6,7 @@ flow and a text turn read from the cache goes through kernels of our own (fused_
 CPU every document is one scaled_dot_product_attention call.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -131,11 +131,52 @@ def _cached_on_gpu(
     queries, where = max(read.query_lengths), (read.key_starts, read.keys_used)
     if min(read.query_lengths) == queries and (queries == 1 or not read.causal):
         if fits_few(queries, q, keys):
-            return few_queries_attention(q, *flat, *where, capacity, out)
+            return few_queries_attention(q, [flat], *where, capacity, out)
         if fits_image(queries, q):
             return image_attention(q, *flat, *where, out, read.blanks)
     result = flash_cached_attention(q, keys, values, read)
     return result if out is None else out.copy_(result)
+
+
+@dataclass(frozen=True)
+class JointRead:
+    """What a few queries each of several caches' sequences see, for one launch on a GPU."""
+
+    key_starts: Tensor  # int32 [sequences]
+    keys_used: Tensor  # int32 [sequences]
+    capacity: int
+
+    @staticmethod
+    def of(reads: Sequence[CacheRead], caches: Sequence[Tensor], q: Tensor) -> "JointRead | None":
+        """The reads of one cache after the other, for queries like `q`, or None if they differ.
+
+        Args:
+            reads: of each cache.
+            caches: its keys, in one layer: [B, C, K, H].
+            q: [T, N, H].
+        """
+        lengths = {length for read in reads for length in read.query_lengths}
+        counts = {len(read.rows) for read in reads}
+        if not q.is_cuda or q.dtype == torch.float32 or len(lengths) > 1 or len(counts) > 1:
+            return None
+        from modeling.bagel.fused_attention import MAX_CACHES, fits_few
+
+        (queries,) = lengths
+        sees_all = queries == 1 or not any(read.causal for read in reads)
+        if not sees_all or len(reads) > MAX_CACHES or not fits_few(queries, q, caches[0]):
+            return None
+        return JointRead(
+            torch.cat([read.key_starts[: len(read.rows)] for read in reads]),
+            torch.cat([read.keys_used for read in reads]),
+            max(keys.shape[1] for keys in caches),
+        )
+
+    def attend(self, q: Tensor, caches: Sequence[tuple[Tensor, Tensor]], out: Tensor) -> None:
+        """`cached_attention` of q [T, N, H] over keys and values [P, K, H] of each cache."""
+        from modeling.bagel.fused_attention import few_queries_attention
+
+        where = (self.key_starts, self.keys_used, self.capacity)
+        few_queries_attention(q, caches, *where, out)
 
 
 def flash_cached_attention(q: Tensor, keys: Tensor, values: Tensor, read: CacheRead) -> Tensor:

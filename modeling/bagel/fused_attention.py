@@ -11,6 +11,7 @@ size.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -28,6 +29,8 @@ SPLITS_AT_ONCE, FEW_WARPS = 8, 4
 QUERY_BLOCK, KEY_BLOCK = 128, 128
 MIN_IMAGE_QUERIES, IMAGE_HEAD_SIZE = 64, 128
 MAX_LOCKS = 65536
+MAX_CACHES = 3
+"""Caches whose few queries one launch takes: those of the branches of guidance."""
 LOG2_E = math.log2(math.e)
 
 
@@ -60,6 +63,10 @@ def _few_queries_kernel(
     q_ptr,
     key_ptr,
     value_ptr,
+    second_key_ptr,
+    second_value_ptr,
+    third_key_ptr,
+    third_value_ptr,
     out_ptr,
     part_ptr,
     stat_ptr,
@@ -67,6 +74,7 @@ def _few_queries_kernel(
     start_ptr,
     used_ptr,
     scale,
+    seqs_each,
     max_splits,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -80,6 +88,10 @@ def _few_queries_kernel(
     """One KV head of one sequence over SPLIT keys; the last program to end joins all splits."""
     seq, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group: tl.constexpr = HEADS // KV_HEADS
+    if seq >= 2 * seqs_each:
+        key_ptr, value_ptr = third_key_ptr, third_value_ptr
+    elif seq >= seqs_each:
+        key_ptr, value_ptr = second_key_ptr, second_value_ptr
     used = tl.load(used_ptr + seq)
     num_splits = (used + SPLIT - 1) // SPLIT
     if split < num_splits:
@@ -175,8 +187,7 @@ def fits_image(num_queries: int, q: Tensor) -> bool:
 
 def few_queries_attention(
     q: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    caches: Sequence[tuple[Tensor, Tensor]],
     starts: Tensor,
     used: Tensor,
     capacity: int,
@@ -186,8 +197,9 @@ def few_queries_attention(
 
     Args:
         q: [T, N, H], sequence by sequence, contiguous.
-        keys, values: [P, K, H], contiguous.
-        starts: int32 [at least sequences], first position of each.
+        caches: keys and values of up to MAX_CACHES caches, [P, K, H] each, contiguous. The
+            sequences are theirs in order, of each as many.
+        starts: int32 [at least sequences], first position of each in its cache.
         used: int32 or int64 [sequences], filled positions of each.
         capacity: at least the largest number of filled positions.
         out: [T, N, H], contiguous, where the result goes; None makes a new tensor.
@@ -195,17 +207,17 @@ def few_queries_attention(
     Returns:
         [T, N, H].
     """
-    num_seqs, (num_heads, size), kv_heads = used.shape[0], q.shape[1:], keys.shape[1]
+    num_seqs, (num_heads, size), kv_heads = used.shape[0], q.shape[1:], caches[0][0].shape[1]
     # Programs beyond the filled positions end at once.
     num_splits = num_blocks(capacity, SPLIT_KEYS)
     pairs = num_seqs * kv_heads
     out = torch.empty_like(q) if out is None else out
     parts = q.new_empty(pairs * num_splits * MAX_FEW * size, dtype=torch.float32)
     stats = q.new_empty(pairs * num_splits * MAX_FEW * 2, dtype=torch.float32)
+    given = [*caches, *caches[:1] * (MAX_CACHES - len(caches))]
     _few_queries_kernel[(num_seqs, kv_heads, num_splits)](
         q,
-        keys,
-        values,
+        *(tensor for cache in given for tensor in cache),
         out,
         parts,
         stats,
@@ -213,6 +225,7 @@ def few_queries_attention(
         starts,
         used,
         size**-0.5 * LOG2_E,
+        num_seqs // len(caches),
         num_splits,
         HEADS=num_heads,
         KV_HEADS=kv_heads,

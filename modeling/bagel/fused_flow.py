@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from modeling.bagel import few_rows, many_rows
+from modeling.bagel.attention import JointRead
 from modeling.bagel.bagel import LayerPass, Wanted
 from modeling.bagel.cache import CacheAppend, CacheRun
 from modeling.bagel.config import LlmConfig
@@ -258,6 +259,7 @@ class _Part:
         self.normed = shared.normed[self.rows]
         self.streams: list[torch.cuda.Stream] = []
         self._views = [self._view(rows, run) for rows, run in spans]
+        self._joint_read = self._join_reads() if len(spans) > 1 else None
 
     def _view(self, rows: slice, run: CacheRun) -> _SpanViews:
         shared, queries = self.shared, self.shared.queries[rows]
@@ -296,9 +298,20 @@ class _Part:
 
     def _attend(self) -> Tensor:
         """Attention of all spans, each over its own cache: [rows, N * H]."""
+        index = self.shared.index
+        if self._joint_read is not None:
+            caches = [span.run.memory(index) for span in self._views]
+            queries = self.shared.queries[self.rows]
+            self._joint_read.attend(queries, caches, self.normed.view(queries.shape))
+            return self.normed
         for span in self._views:
-            span.run.attend(self.shared.index, span.queries, span.attended)
+            span.run.attend(index, span.queries, span.attended)
         return self.normed
+
+    def _join_reads(self) -> JointRead | None:
+        runs = [span.run for span in self._views]
+        keys = [run.cache.keys[0] for run in runs]
+        return JointRead.of([run.read for run in runs], keys, self._views[0].queries)
 
     def _store_heads(self, layer: DecoderLayer, index: int) -> None:
         """Projects to heads; norm and RoPE of q and k; keys and values go into the caches."""

@@ -83,7 +83,7 @@ def attention_cases() -> Cases:
     for queries in (1, 2):
         q = empty(4 * queries, HEADS, HEAD)
         found[f"few_queries_attention of {queries}"] = partial(
-            fused_attention.few_queries_attention, q, cached, cached, rows, rows, capacity, q
+            fused_attention.few_queries_attention, q, [(cached, cached)], rows, rows, capacity, q
         )
     q = empty(4096, HEADS, HEAD)
     for name, blanks in (("", None), (" with blanks", empty(4, 2, dtype=torch.int32))):
@@ -145,6 +145,10 @@ def many_row_cases() -> Cases:
         found[f"many_rows.linear of {rows}, {name}"] = partial(
             many_rows.linear, empty(rows, inner), empty(HIDDEN, inner), bias
         )
+        if bias is None:
+            found[f"many_rows.add_linear of {rows}, {name}"] = partial(
+                many_rows.add_linear, empty(rows, HIDDEN), empty(rows, inner), empty(HIDDEN, inner)
+            )
     return found
 
 

@@ -166,11 +166,12 @@ def many_row_stack() -> None:
     many_rows.MIN_OUTS = 256  # k and v have 128
     many_rows._share_tiles = lambda *_: (1, 1)
     many_rows._has_cublas_bits = lambda *_: True
-    counts = dict.fromkeys(("linear", "swiglu"), 0)
+    counts = dict.fromkeys(("linear", "add_linear", "swiglu"), 0)
     for name in counts:
         setattr(many_rows, name, counted(name, getattr(many_rows, name), counts))
     check_stack(FusedStack(side_by_side=False))
-    assert counts["linear"] >= counts["swiglu"] * 3 > 0, counts  # q, o, down
+    assert counts["linear"] >= counts["swiglu"] > 0, counts  # q
+    assert counts["add_linear"] == counts["swiglu"] * 2, counts  # o, down
 
 
 class FakeStream:
@@ -413,11 +414,21 @@ def few_queries() -> None:
         expected = dense(q, starts, filled, keys, values)
         for _ in range(2):  # the second launch finds what the first one left in the counters
             out = poisoned(*q.shape)
-            few_queries_attention(q, keys, values, starts, filled, capacity, out)
+            few_queries_attention(q, [(keys, values)], starts, filled, capacity, out)
             close(out, expected)
         wider = poisoned(*q.shape)
-        few_queries_attention(q, keys, values, starts, filled, capacity + 1000, wider)
+        few_queries_attention(q, [(keys, values)], starts, filled, capacity + 1000, wider)
         assert torch.equal(wider, out), "an unused capacity changed bits"
+    caches, parts, alone = [], [], []
+    for used in ([3, 128], [260, 129], [1, 300]):
+        q = torch.randn(4, 14, 32)
+        starts, filled, *cache = cache_with_holes(used, 300, 32)
+        alone.append(few_queries_attention(q, [cache], starts, filled, 300))
+        caches.append(cache)
+        parts.append((q, starts[:2], filled))
+        q, starts, filled = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        together = few_queries_attention(q, caches, starts, filled, 300)
+        assert torch.equal(together, torch.cat(alone)), "several caches changed bits"
     q, keys = torch.empty(2, 28, 128), torch.empty(9, 4, 128)
     assert fits_few(2, q, keys) and not fits_few(3, q, keys)
     assert not fits_few(1, q[..., :72], keys[..., :72])
@@ -500,6 +511,10 @@ def many_row_linears() -> None:
         x, weight, bias = torch.randn(rows, inner), torch.randn(size, inner) / 16, torch.randn(size)
         near(many_rows.linear(x, weight), x @ weight.t())
         near(many_rows.linear(x, weight, bias), x @ weight.t() + bias)
+        total = torch.randn(rows, size)
+        expected = total + x @ weight.t()
+        many_rows.add_linear(total, x, weight)
+        near(total, expected)
     x, weight = torch.empty(512, 64, dtype=torch.bfloat16), torch.empty(2048, 64).bfloat16()
     assert not many_rows.fits_linear(x, weight)  # not on a GPU
 
@@ -545,6 +560,15 @@ def bits_of_linears() -> None:
     assert not many_rows.fits_linear(torch.randn(1, 16), weight[:1016])  # too narrow
     many_rows.linear = lambda x, weight, bias: F.linear(x, weight, bias) + 1
     assert not many_rows.fits_linear(torch.randn(1, 24), torch.randn(1024, 24))
+    total, x = torch.randn(2, 1024), torch.randn(2, 16)
+    kept = total.clone()
+    many_rows.add_linear = lambda total, x, weight: total.add_(F.linear(x, weight))
+    assert many_rows.fits_add(total, x, weight)
+    assert torch.equal(total, kept), "what was compared is to be added yet"
+    assert not many_rows.fits_add(total[:, :1016], x, weight[:1016])  # too narrow
+    many_rows.add_linear = lambda total, x, weight: total.add_(F.linear(x, weight) + 1)
+    assert many_rows.fits_add(total, x, weight)  # these sizes are known
+    assert not many_rows.fits_add(total, torch.randn(2, 24), torch.randn(1024, 24))
 
 
 def few_row_products() -> None:
