@@ -218,7 +218,8 @@ class RolloutController:
         pixels = self.config.vit_transform(to_rgb(image))
         patches = patchify(pixels, patch)
         grid = ImageSize(pixels.shape[1] // patch, pixels.shape[2] // patch)
-        features = self.model.encode_vit(to_device(patches, device).to(dtype), grid)
+        on_device = to_device(patches, device).to(dtype)
+        features = self.execution.encode_vit(self.model, on_device, grid)
         return patches, features, grid
 
     def _reflect(

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modeling.bagel.layers import to_device
+from modeling.bagel.layers import once_per_device, to_device
 from modeling.bagel.layout import SegmentPlan
 
 FLEX_BLOCK = 128
@@ -36,7 +36,8 @@ def varlen_attention(
         [T, N, H].
     """
     if q.is_cuda and q.dtype != torch.float32:
-        bounds = _bounds(seqlens, q.device)
+        is_alone = len(seqlens) == 1
+        bounds = _bounds_of_one(*seqlens, q.device) if is_alone else _bounds(seqlens, q.device)
         return torch.ops.aten._flash_attention_forward(
             q, k, v, bounds, bounds, max(seqlens), max(seqlens), 0.0, causal, False
         )[0]
@@ -308,6 +309,12 @@ def _compiled_flex() -> Callable:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=True)
+
+
+@once_per_device
+def _bounds_of_one(length: int, device: torch.device) -> Tensor:
+    """Kept, so that a captured encoder needs nothing from the host."""
+    return _bounds([length], device)
 
 
 def _bounds(lengths: list[int], device: torch.device) -> Tensor:

@@ -21,6 +21,7 @@ from modeling.bagel.layers import (
     Connector,
     PositionTable,
     TimestepEmbedder,
+    once_per_device,
     sincos_table,
     to_device,
 )
@@ -95,6 +96,11 @@ class EagerStack:
         return False
 
 
+@once_per_device
+def _grid_ids(grid: ImageSize, table_side: int, device: torch.device) -> Tensor:
+    return to_device(position_ids(grid, table_side), device)
+
+
 class Bagel(nn.Module):
     """The whole model but the autoencoder; parameter names are those of the checkpoint."""
 
@@ -138,7 +144,7 @@ class Bagel(nn.Module):
 
     def encode_vit(self, patches: Tensor, grid: ImageSize) -> Tensor:
         """Image-encoder output [I, D_vit] of one picture's patches, past the hooks of FSDP2."""
-        ids = to_device(position_ids(grid, self.config.vit.side), patches.device)
+        ids = _grid_ids(grid, self.config.vit.side, patches.device)
         return self.vit_model.vision_model(patches, ids, [ids.numel()])
 
     def embed_latents(self, latents: Tensor, time: Tensor, position_ids: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ from functools import partial
 
 import torch
 
-from modeling.bagel.bagel import EagerStack
+from modeling.bagel.bagel import Bagel, EagerStack
 from modeling.bagel.cache import CacheSpec, KvCache
-from modeling.bagel.config import LlmConfig
+from modeling.bagel.config import ImageSize, LlmConfig
 from modeling.bagel.context import EAGER, Contexts, Draw, Stacks
 from modeling.bagel.flow import MakeForwards, eager_forwards
 from modeling.bagel.graph_capture import CudaBackend, GraphCapture
@@ -16,6 +16,7 @@ from modeling.bagel.sampling import SamplingConfig, sample_tokens
 from modeling.bagel.static_flow_graph import static_forwards
 from modeling.bagel.static_prefix_graph import PrefixGraphs
 from modeling.bagel.static_text_graph import TextGraphs, decode_text_static
+from modeling.bagel.static_vit_graph import VitGraphs
 from modeling.bagel.switches import Switches
 from modeling.bagel.text_decode import DecodedText, decode_text
 
@@ -29,6 +30,7 @@ class Execution:
     flow_graphs: bool = False
     capture: GraphCapture = field(default_factory=lambda: GraphCapture(None))
     prefix_graphs: PrefixGraphs | None = None
+    vit_graphs: VitGraphs | None = None
     encodes_once: bool = False
     """Whether a picture of several samples goes through the autoencoder once. In a batch it is
     rounded otherwise."""
@@ -64,6 +66,12 @@ class Execution:
         )
         return Stacks(text, image, stacks.draw)
 
+    def encode_vit(self, model: Bagel, patches: torch.Tensor, grid: ImageSize) -> torch.Tensor:
+        """`Bagel.encode_vit`, through graphs if there are any."""
+        if self.vit_graphs is None:
+            return model.encode_vit(patches, grid)
+        return self.vit_graphs.encode(model, patches, grid)
+
     def decode(
         self,
         contexts: Contexts,
@@ -78,15 +86,18 @@ class Execution:
 
     def counters(self) -> dict[str, float]:
         """Graph counters under their metric names; nothing where no graphs are used."""
-        if self.text_graphs is None and self.prefix_graphs is None and not self.flow_graphs:
+        if not self.flow_graphs and not self._kept_graphs():
             return {}
         return self.capture.metrics()
 
     def release(self) -> None:
-        """Drops what is kept between rollouts: graphs of text and of prefixes, and their memory."""
-        for graphs in (self.text_graphs, self.prefix_graphs):
-            if graphs is not None:
-                graphs.release()
+        """Drops what is kept between rollouts: graphs, and the memory they stand on."""
+        for graphs in self._kept_graphs():
+            graphs.release()
+
+    def _kept_graphs(self) -> list[TextGraphs | PrefixGraphs | VitGraphs]:
+        every = (self.text_graphs, self.prefix_graphs, self.vit_graphs)
+        return [graphs for graphs in every if graphs is not None]
 
     @property
     def make_forwards(self) -> MakeForwards:
@@ -124,5 +135,6 @@ def build_execution(
         flow_graphs=flow,
         capture=capture,
         prefix_graphs=PrefixGraphs(fused, capture) if text and reason is None else None,
+        vit_graphs=VitGraphs(capture) if text else None,
         encodes_once=is_fast,
     )

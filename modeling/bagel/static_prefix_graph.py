@@ -1,15 +1,12 @@
 """Passes of a prefix that samples share as static graphs, one for each kind, kept between rollouts.
 
 Computes the bits of the stack that it wraps, whose many launches of few rows take the host longer
-than the device. A pass of a kind that was never seen runs eagerly (it warms kernels up, and looks
-up the orders of sums), the next one is captured, and from then on they are replayed. Weights that
-lie elsewhere make a kind a new one: where they move at every step passes stay eager, as captures
-would take longer.
+than the device. When passes are captured and when replayed: see static_calls.py.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +14,9 @@ from torch import Tensor, nn
 from modeling.bagel.bagel import LayerPass, Stack
 from modeling.bagel.cache import CacheAppend, CacheRun, CacheSpec, KvCache
 from modeling.bagel.cache_memory import CacheMemory
-from modeling.bagel.graph_capture import (
-    MAX_REFUSED,
-    CapturedWork,
-    CaptureError,
-    GraphCapture,
-)
+from modeling.bagel.graph_capture import GraphCapture
 from modeling.bagel.qwen2_navit import Decoder, ExpertOrder
-
-MAX_KEPT = 64
-"""Kinds of passes that are kept. Texts of every length are kinds of their own."""
+from modeling.bagel.static_calls import Call, StaticCalls, Weights
 
 
 class StaticPass:
@@ -56,44 +46,15 @@ class StaticPass:
         return [*self._inputs, self.out, *cache.keys, *cache.values, *self._weights]
 
 
-@dataclass
-class KeptPass:
-    """A kind of pass: where the weights lay when it ran, and its graph once it was captured."""
-
-    addresses: list[int]
-    program: StaticPass | None = None
-    work: CapturedWork | None = None
-
-    def release(self) -> None:
-        """Drops the graph."""
-        if self.work is not None:
-            self.work.release()
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """What a pass reads, and where it lies: a walk through all modules, which takes 1 ms."""
-
-    tensors: list[Tensor]
-    addresses: list[int]
-
-    @staticmethod
-    def of(decoder: Decoder) -> "_Weights":
-        tensors = list(decoder.parameters())
-        return _Weights(tensors, [tensor.data_ptr() for tensor in tensors])
-
-
 class PrefixGraphs:
     """A `Stack` that replays passes over the caches that it lends, and leaves others to `stack`."""
 
     def __init__(self, stack: Stack, capture: GraphCapture):
         self.stack = stack
-        self.capture = capture
+        self.calls: StaticCalls[StaticPass] = StaticCalls(capture, "prefill")
         self.keeps_runs_apart = stack.keeps_runs_apart
-        self.memory = CacheMemory(before_move=self.drop)
-        self.num_refused = 0
-        self._kept: dict[tuple, KeptPass] = {}  # in the order of their last use
-        self._weights: _Weights | None = None  # asked for once in a lending
+        self.memory = CacheMemory(before_move=self.calls.drop)
+        self._weights: Weights | None = None  # asked for once in a lending
 
     @contextmanager
     def lend(self, spec: CacheSpec) -> Iterator[KvCache]:
@@ -110,27 +71,19 @@ class PrefixGraphs:
 
     def run(self, layer_pass: LayerPass) -> Tensor:
         """As in `Stack`; the next pass of the same kind overwrites what is returned."""
-        if not self._wants_graph(layer_pass.append):
+        lent = self.memory.lent
+        if any(run.cache is not lent for run in layer_pass.append.runs):
             return self.stack.run(layer_pass)
         if self._weights is None:
-            self._weights = _Weights.of(layer_pass.decoder)
-        kind, addresses = _kind(layer_pass), self._weights.addresses
-        # Back in its place once it ran: a kind whose capture is refused begins anew.
-        kept = self._kept.pop(kind, None)
-        if kept is None or kept.addresses != addresses:
-            if kept is not None:
-                kept.release()
-            hidden = self.stack.run(layer_pass)
-            self._keep(kind, KeptPass(addresses))
-            return hidden
-        try:
-            hidden = self._replay(kept, layer_pass)
-            self._keep(kind, kept)
-            return hidden
-        except CaptureError as error:
-            self.num_refused += 1
-            self.capture.fall_back(f"prefill: {error}")
-            return self.stack.run(layer_pass)
+            self._weights = Weights.of(layer_pass.decoder)
+        weights = self._weights
+        call = Call(
+            _kind(layer_pass),
+            run=lambda: self.stack.run(layer_pass),
+            make=lambda: StaticPass(self.stack, layer_pass),
+            load=lambda program: program.load(layer_pass, weights.tensors),
+        )
+        return self.calls.run(call, weights)
 
     def project(self, x: Tensor, linear: nn.Linear) -> Tensor:
         """As in `Stack`."""
@@ -140,46 +93,11 @@ class PrefixGraphs:
         """As in `Stack`."""
         return self.stack.keeps_order(decoder, num_rows)
 
-    def drop(self) -> None:
-        """Drops all graphs."""
-        for kept in self._kept.values():
-            kept.release()
-        self._kept.clear()
-
     def release(self) -> None:
         """Drops all graphs and the memory; captures that were given up are tried again."""
         self.memory.release()
+        self.calls.release()
         self._weights = None
-        self.num_refused = 0
-
-    def _wants_graph(self, append: CacheAppend) -> bool:
-        lent = self.memory.lent
-        if not self.capture.is_available or any(run.cache is not lent for run in append.runs):
-            return False
-        if self.num_refused >= MAX_REFUSED:
-            self.capture.fall_back(
-                f"prefill: captures were refused {MAX_REFUSED} times in a row, no more are tried"
-            )
-            return False
-        return True
-
-    def _replay(self, kept: KeptPass, layer_pass: LayerPass) -> Tensor:
-        """Replays a pass of a kind that was seen before, after capturing it where needed."""
-        if kept.program is None:
-            kept.program = StaticPass(self.stack, layer_pass)
-        kept.program.load(layer_pass, self._weights.tensors)
-        if kept.work is None:
-            kept.work = self.capture.capture(kept.program.run, kept.program.watched)
-        else:
-            kept.work.watch_anew()
-        kept.work.run()
-        self.num_refused = 0
-        return kept.program.out
-
-    def _keep(self, kind: tuple, kept: KeptPass) -> None:
-        self._kept[kind] = kept
-        if len(self._kept) > MAX_KEPT:
-            self._kept.pop(next(iter(self._kept))).release()
 
 
 def _kind(layer_pass: LayerPass) -> tuple:

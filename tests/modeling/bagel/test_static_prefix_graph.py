@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.bagel import static_prefix_graph
+from modeling.bagel import static_calls
 from modeling.bagel.bagel import Bagel, EagerStack, LayerPass, Wanted
 from modeling.bagel.cache import CacheAppend, KvCache
 from modeling.bagel.context import Contexts, Stacks
@@ -111,7 +111,7 @@ def test_the_first_pass_is_eager_the_second_captured_then_replayed():
     for sight in range(5):
         assert_like_eager(graphs, SHORT)
         assert (backend.captures, backend.replays) == (min(sight, 1), sight)
-    counters = graphs.capture.counters
+    counters = graphs.calls.capture.counters
     assert (counters.captured, counters.replayed) == (1, 4)
     assert (counters.recaptured, counters.fallen_back) == (0, 0)
 
@@ -126,7 +126,7 @@ def test_prefixes_of_all_stages_have_the_eager_bits(image, kinds, passes):
         assert_like_eager(graphs, f"{image} {seed % 3}")  # edit
     assert backend.captures == kinds
     assert backend.replays == 4 * passes - kinds
-    assert graphs.capture.counters.recaptured == 0
+    assert graphs.calls.capture.counters.recaptured == 0
 
 
 def test_equal_lengths_share_a_graph_at_any_position():
@@ -179,7 +179,7 @@ def test_weights_that_moved_are_captured_anew_once_they_stay(change):
     model = copy.deepcopy(tiny_model())
     for _ in range(2):
         assert_like_eager(graphs, SHORT, model=model)
-    (old,) = graphs._kept.values()
+    (old,) = graphs.calls.kept.values()
     weights = list(model.parameters())
     change(model)
     assert_like_eager(graphs, SHORT, model=model)
@@ -198,30 +198,30 @@ def test_passes_stay_eager_while_weights_move_every_time():
         assert_like_eager(graphs, SHORT, model=model)
         lay_there += [weight.data for weight in model.parameters()]  # none goes back there
         move_weights(model)
-    assert (backend.captures, graphs.capture.counters.fallen_back) == (0, 0)
+    assert (backend.captures, graphs.calls.capture.counters.fallen_back) == (0, 0)
 
 
 def test_memory_that_grows_drops_the_graphs():
     graphs, backend = prefix_graphs()
     for _ in range(2):
         assert_like_eager(graphs, SHORT)
-    works = [kept.work for kept in graphs._kept.values()]
+    works = [kept.work for kept in graphs.calls.kept.values()]
     assert_like_eager(graphs, SHORT, capacity=300)
     assert [work._graph for work in works] == [None]
     assert backend.captures == 1  # seen for the first time over this memory
     for _ in range(2):
         assert_like_eager(graphs, SHORT)
-    assert (backend.captures, graphs.capture.counters.recaptured) == (2, 0)
+    assert (backend.captures, graphs.calls.capture.counters.recaptured) == (2, 0)
 
 
 def test_the_least_recently_used_are_dropped(monkeypatch):
-    monkeypatch.setattr(static_prefix_graph, "MAX_KEPT", 2)
+    monkeypatch.setattr(static_calls, "MAX_KEPT", 2)
     graphs, backend = prefix_graphs()
     for text in (SHORT, SHORT, LONG, LONG, SHORT):
         assert_like_eager(graphs, text)
-    short, long = (graphs._kept[kind].work for kind in reversed(graphs._kept))
+    short, long = (graphs.calls.kept[kind].work for kind in reversed(graphs.calls.kept))
     assert_like_eager(graphs, [*LONG, 1])
-    assert long._graph is None and short._graph is not None and len(graphs._kept) == 2
+    assert long._graph is None and short._graph is not None and len(graphs.calls.kept) == 2
     for text in (SHORT, LONG, LONG):
         assert_like_eager(graphs, text)
     assert backend.captures == 3
@@ -235,15 +235,15 @@ def test_passes_over_other_caches_are_left_to_the_stack():
         for each in (grown, eager):
             each.add_text([SHORT] * rows)
         assert torch.equal(grown.cache.keys[-1], eager.cache.keys[-1])
-    assert backend.captures == 0 and not graphs._kept
+    assert backend.captures == 0 and not graphs.calls.kept
 
 
 def test_without_a_backend_passes_are_eager():
     graphs = PrefixGraphs(OverwritingStack(), GraphCapture(None))
     for _ in range(3):
         assert_like_eager(graphs, SHORT, 0, "overlay 1")
-    counters = graphs.capture.counters
-    assert counters.captured == counters.fallen_back == 0 and not graphs._kept
+    counters = graphs.calls.capture.counters
+    assert counters.captured == counters.fallen_back == 0 and not graphs.calls.kept
 
 
 def test_an_exception_in_a_pass_does_not_reach_the_next_one(monkeypatch):
@@ -258,7 +258,7 @@ def test_an_exception_in_a_pass_does_not_reach_the_next_one(monkeypatch):
             cut.add_text([SHORT])
         assert graphs.memory.lent is None
         assert_like_eager(graphs, LONG if sight == 0 else SHORT)
-    assert graphs.capture.counters.fallen_back == 0
+    assert graphs.calls.capture.counters.fallen_back == 0
 
 
 class TestRefusedCaptures:
@@ -273,7 +273,7 @@ class TestRefusedCaptures:
         for _ in range(2):
             assert_like_eager(graphs, SHORT)
         assert backend.captures == 1
-        assert graphs.num_refused == 0 and graphs.capture.counters.fallen_back == 1
+        assert graphs.calls.num_refused == 0 and graphs.calls.capture.counters.fallen_back == 1
 
     def test_two_in_a_row_end_the_tries_until_release(self, caplog):
         graphs, backend = prefix_graphs(refuses=True)
@@ -281,7 +281,7 @@ class TestRefusedCaptures:
             for text in (SHORT, LONG) * 4:
                 assert_like_eager(graphs, text)
         assert backend.refused == MAX_REFUSED
-        assert graphs.capture.counters.fallen_back == 6
+        assert graphs.calls.capture.counters.fallen_back == 6
         reasons = [record.getMessage() for record in caplog.records]
         assert len(reasons) == 2 and "refused 2 times in a row" in reasons[1]
         backend.refuses = False
@@ -297,10 +297,10 @@ class TestRefusedCaptures:
         for _ in range(2):
             assert_like_eager(graphs, SHORT)
         backend.refuses = True
-        for kept in graphs._kept.values():
+        for kept in graphs.calls.kept.values():
             kept.work.release()
         assert_like_eager(graphs, SHORT)
-        counters = graphs.capture.counters
+        counters = graphs.calls.capture.counters
         assert (backend.refused, counters.fallen_back, counters.recaptured) == (1, 1, 0)
 
 
@@ -308,9 +308,9 @@ def test_release_drops_graphs_and_memory():
     graphs, backend = prefix_graphs()
     for _ in range(2):
         assert_like_eager(graphs, SHORT, 0)
-    works = [kept.work for kept in graphs._kept.values()]
+    works = [kept.work for kept in graphs.calls.kept.values()]
     graphs.release()
-    assert graphs.memory.spec is None and not graphs._kept
+    assert graphs.memory.spec is None and not graphs.calls.kept
     assert [(work._graph, work._tensors) for work in works] == [(None, ())] * 2
     for _ in range(2):
         assert_like_eager(graphs, SHORT, 0)
