@@ -178,7 +178,7 @@ class RolloutController:
         with self.timer.phase("vae"), self._vae_precision(latents.device):
             maps = torch.stack([unpatchify(x.float(), grid, LATENT_PATCH) for x in latents])
             decoded = self.autoencoder.decode(maps)
-        return [Image.fromarray(to_uint8(picture.float())) for picture in decoded]
+        return [Image.fromarray(picture) for picture in to_uint8(decoded)]
 
     def conditions(self, images: list[Image.Image]) -> list[ConditionImage]:
         """Encodes pictures of one size for every context and for the learner.

@@ -141,7 +141,7 @@ def position_ids(grid: ImageSize, table_side: int) -> Tensor:
 
 
 def to_uint8(decoded: Tensor) -> np.ndarray:
-    """Decoded picture [3, h, w] in about -1..1 -> uint8 [h, w, 3]; clamps, then truncates.
+    """Decoded pictures [..., 3, h, w] in about -1..1 -> uint8 [..., h, w, 3]; clamps and truncates.
 
     Raises ValueError for NaN or infinite values, which would turn into some colour.
     """
@@ -149,4 +149,4 @@ def to_uint8(decoded: Tensor) -> np.ndarray:
     if not decoded.isfinite().all():
         raise ValueError("decoded picture holds NaN or infinite values")
     levels = (decoded * 0.5 + 0.5).clamp(0, 1) * 255
-    return levels.to(torch.uint8).permute(1, 2, 0).cpu().numpy()
+    return levels.to(torch.uint8).movedim(-3, -1).contiguous().cpu().numpy()

@@ -194,6 +194,8 @@ def test_to_uint8_clamps_and_truncates():
     assert picture.shape == (2, 3, 3) and picture.dtype == np.uint8
     assert picture[..., 1].flatten().tolist() == [0, 0, 127, 254, 255, 255]
     assert to_uint8(torch.zeros(3, 2, 4).bfloat16()).shape == (2, 4, 3)
+    several = torch.rand(2, 3, 4, 5) * 2 - 1
+    assert np.array_equal(to_uint8(several), np.stack([to_uint8(each) for each in several]))
 
 
 def test_to_uint8_returns_pictures_unchanged():
