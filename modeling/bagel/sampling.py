@@ -64,27 +64,27 @@ def sample_tokens(
     given, logits = logits.detach(), logits.detach().float()
     if not config.do_sample:
         tokens = logits.argmax(dim=-1, keepdim=True)
-        masses, totals = _masses(logits, logits.gather(-1, tokens))
+        masses, totals = masses_of(logits, logits.gather(-1, tokens))
     elif config.top_p < 1:
         # In the type as given: half as many digits to select by as in fp32.
         values, ids = topk(given, min(MAX_NUCLEUS_CANDIDATES, given.shape[-1]))
-        masses, totals = _masses(logits, values[:, :1].float(), config.temperature)
+        masses, totals = masses_of(logits, values[:, :1].float(), config.temperature)
         probs = masses[-1].gather(-1, ids) / totals[-1]
         drawn = draw_index(keep_nucleus(probs, config.top_p), generator)
         tokens = ids.gather(-1, drawn[:, None])
     elif config.top_k > 0:
         values, ids = topk(given, min(config.top_k, given.shape[-1]))
         largest = values.float()
-        masses, totals = _masses(logits, largest[:, :1])
+        masses, totals = masses_of(logits, largest[:, :1])
         drawn = draw_index(torch.softmax(largest / config.temperature, dim=-1), generator)
         tokens = ids.gather(-1, drawn[:, None])
     else:
-        masses, totals = _masses(logits, logits.amax(dim=-1, keepdim=True), config.temperature)
+        masses, totals = masses_of(logits, logits.amax(dim=-1, keepdim=True), config.temperature)
         tokens = draw_index(masses[-1] / totals[-1], generator)[:, None]
     return tokens.squeeze(-1), (masses[0].gather(-1, tokens) / totals[0]).squeeze(-1)
 
 
-def _masses(logits: Tensor, largest: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def masses_of(logits: Tensor, largest: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """What softmaxes are made of: exponentials and their sums, of plain and of tempered logits.
 
     Not torch.softmax: over a few long rows it keeps only as many thread blocks busy as there are
