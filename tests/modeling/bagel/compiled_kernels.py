@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from modeling.bagel import few_rows, fused_attention, fused_ops, many_rows
 from modeling.bagel.cublas_order import split_product
+from modeling.bagel.exact_sampling import Tempering, draw_nucleus
 from modeling.bagel.fused_sampling import draw_tokens
 from modeling.bagel.sampling import SamplingConfig
 from modeling.fused_group_norm import group_norm
@@ -152,11 +153,24 @@ def many_row_cases() -> Cases:
     return found
 
 
+def sampling_cases(rows: int) -> Cases:
+    logits, config = empty(rows, VOCAB), SamplingConfig(True, 0.9, 0, 0.9)
+    found: Cases = {f"draw_tokens of {rows}": partial(draw_tokens, logits, config)}
+    for name, tempering in (
+        ("plain", Tempering(1, 1.0, False)),
+        ("by a factor", Tempering(0.9, 1 / 0.9, False)),
+        ("divided", Tempering(0.9, 1 / 0.9, True)),
+    ):
+        found[f"draw_nucleus of {rows}, {name}"] = partial(
+            draw_nucleus, logits, config, None, torch.topk, tempering
+        )
+    return found
+
+
 def all_cases() -> Cases:
-    sampling = SamplingConfig(True, 0.9, 0, 0.9)
     found: Cases = {}
     for rows in (1, 4):
-        found[f"draw_tokens of {rows}"] = partial(draw_tokens, empty(rows, VOCAB), sampling)
+        found |= sampling_cases(rows)
     for rows in (1, 4, 4096):
         found |= operator_cases(rows)
     for rows in FEW:

@@ -11,11 +11,20 @@ import torch
 import torch.nn.functional as F
 
 from modeling import fused_group_norm
-from modeling.bagel import attention, cublas_order, few_rows, fused_attention, fused_flow, many_rows
+from modeling.bagel import (
+    attention,
+    cublas_order,
+    exact_sampling,
+    few_rows,
+    fused_attention,
+    fused_flow,
+    many_rows,
+)
 from modeling.bagel.bagel import EagerStack, LayerPass, Wanted
 from modeling.bagel.cache import CacheAppend, CacheSpec, KvCache
 from modeling.bagel.config import LlmConfig
 from modeling.bagel.cublas_order import split_product
+from modeling.bagel.exact_sampling import ExactSampler, Tempering
 from modeling.bagel.fused_attention import (
     few_queries_attention,
     fits_few,
@@ -32,7 +41,7 @@ from modeling.bagel.fused_ops import (
 from modeling.bagel.fused_sampling import draw_tokens
 from modeling.bagel.layers import RMSNorm, rotary_table
 from modeling.bagel.qwen2_navit import GEN, Attention, Decoder, ExpertOrder, QkRounding
-from modeling.bagel.sampling import SamplingConfig, sample_tokens
+from modeling.bagel.sampling import SamplingConfig, keep_nucleus, masses_of, sample_tokens
 
 EPS, NAN = 1e-6, float("nan")
 
@@ -660,6 +669,98 @@ def sampling() -> None:
     assert torch.equal(draw_tokens(logits, greedy)[0], logits.argmax(-1))
 
 
+def exponentials_of_torch() -> None:
+    """Makes the interpreter's exponential that of PyTorch, whose last bit may be another."""
+    np.exp = lambda values: torch.from_numpy(values).exp().numpy()
+
+
+def same(mine: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Equality of numbers and types; NaN equals NaN."""
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def exact_sampling_steps() -> None:
+    """Masses by a factor or by division; a nucleus of few, of all, and behind sums of NaN."""
+    exponentials_of_torch()
+    num_subnormal = 0
+    for rows, vocab, temperature in ((1, 37, 1), (3, 1500, 1.0), (2, 2048, 0.7), (4, 1025, 2)):
+        logits = torch.randn(rows, vocab) * 40
+        logits[0, 5], logits[-1, 7] = -float("inf"), NAN if rows > 2 else 0.0
+        values = torch.topk(logits, 9).values
+        for divides in (True, False):
+            tempering = Tempering(temperature, 1 / 3, divides)
+            masses = exact_sampling.fused_masses(logits, values, tempering)
+            expected, totals = masses_of(logits, values[:, :1], temperature)
+            if not divides and temperature != 1:
+                below = (logits - values[:, :1]) * torch.tensor(1 / 3)
+                expected = torch.stack((expected[0], below.exp()))
+            same(masses, expected)
+        num_subnormal += int(((masses > 0) & (masses < torch.finfo(torch.float32).tiny)).sum())
+        ids = torch.stack([torch.randperm(vocab)[:33] for _ in range(rows)])
+        for top_p in (1e-9, 0.3, 0.999):
+            kept = exact_sampling._keep_nucleus(masses, totals, ids, top_p)
+            probs = masses[-1].gather(-1, ids) / totals[-1]
+            same(kept / kept.sum(-1, keepdim=True), keep_nucleus(probs, top_p))
+    assert num_subnormal > 0
+
+
+def exact_sampling_draws() -> None:
+    """The draws of sample_tokens, found to be the same and drawn with kernels: bit for bit."""
+    exponentials_of_torch()
+    exact_sampling.is_supported = lambda device: True
+    counts = {"draw_nucleus": 0}
+    exact_sampling.draw_nucleus = counted("draw_nucleus", exact_sampling.draw_nucleus, counts)
+    for seed, (rows, vocab, temperature, top_p) in enumerate(
+        ((1, 300, 0.9, 0.9), (3, 2000, 0.3, 0.5), (4, 1500, 1.0, 0.99), (2, 1200, 1.3, 1e-6))
+    ):
+        sampler, config = ExactSampler(), SamplingConfig(True, temperature, 50, top_p)
+        theirs, mine = (torch.Generator().manual_seed(seed) for _ in range(2))
+        for dtype in (torch.float32, torch.bfloat16):
+            logits = (torch.randn(rows, vocab) * 4).to(dtype)
+            tied = logits.round()
+            broken = logits.clone()
+            broken[0, 7], broken[-1, 8] = NAN, float("inf")
+            impossible = torch.full_like(logits, -float("inf"))
+            for given in (logits, tied, broken, impossible):
+                for pair in zip(
+                    sampler.draw(given, config, mine),
+                    sample_tokens(given, config, theirs),
+                    strict=True,
+                ):
+                    same(*pair)
+        assert torch.equal(mine.get_state(), theirs.get_state())
+    # Two to compare for each type, and all that were drawn.
+    assert counts["draw_nucleus"] == 4 * 2 * (2 + 4), counts
+
+
+def edges_of_nuclei() -> None:
+    """A candidate stays behind a sum that equals top_p, and each one behind a NaN."""
+    probs = torch.tensor([[0.5, 0.25, 0.125, 0.125], [1, 0.5, NAN, 0.25], [0.5, 0.125, 0, 0]])
+    for top_p in (0.75, 0.5, 0.625):
+        kept = probs.clone()
+        exact_sampling._drop_kernel[(3,)](probs.cumsum(-1), kept, 4, top_p, BLOCK=8)
+        same(kept / kept.sum(-1, keepdim=True), keep_nucleus(probs, top_p))
+
+
+def first_of_equals() -> None:
+    """Ties go to the first candidate, those by rounding too, and NaN is above all others."""
+    ulp = 2.0**-23
+    kept = torch.tensor([[1.0, 2, 2, 1], [0, 0, 0, 0], [1, NAN, 3, NAN], [NAN] * 4, [0, 1, 3, 3]])
+    kept = torch.cat((kept, torch.tensor([[1.5, 1.5 + ulp, 1.5 + 2 * ulp, 1]])))
+    rows, count = kept.shape
+    ids = torch.stack([torch.randperm(count) for _ in range(rows)])
+    sums, waiting = torch.full((rows, 1), 3.0), torch.full((rows, count), 0.5)
+    masses, totals = torch.rand(rows, count), torch.rand(rows, 1)
+    tokens, probs = ids.new_empty(rows), masses.new_empty(rows)
+    given = (kept, sums, waiting, ids, masses, totals, tokens, probs)
+    exact_sampling._draw_kernel[(rows,)](*given, count, count, BLOCK=8)
+    scores = kept / sums / waiting
+    assert not torch.equal(scores.argmax(-1)[-1], kept.argmax(-1)[-1])
+    expected = ids.gather(-1, scores.argmax(-1)[:, None])
+    assert torch.equal(tokens, expected.squeeze(-1))
+    same(probs, (masses.gather(-1, expected) / totals).squeeze(-1))
+
+
 def group_norms() -> None:
     """Groups of part of a block, of some blocks, and of more than are joined at once."""
     fused_group_norm.BLOCK, fused_group_norm.PARTS_AT_ONCE = 64, 4
@@ -700,6 +801,10 @@ if __name__ == "__main__":
         few_row_norms,
         order_of_cublas,
         sampling,
+        exact_sampling_steps,
+        exact_sampling_draws,
+        edges_of_nuclei,
+        first_of_equals,
         group_norms,
     )
     {check.__name__: check for check in checks}[sys.argv[1]]()

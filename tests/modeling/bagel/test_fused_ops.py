@@ -40,6 +40,10 @@ CHECKS = (
     "order_of_cublas",
     "few_row_norms",
     "sampling",
+    "exact_sampling_steps",
+    "exact_sampling_draws",
+    "edges_of_nuclei",
+    "first_of_equals",
     "group_norms",
 )
 
