@@ -114,6 +114,7 @@ def build_execution(
     if not (text or flow):
         return Execution()
     # Imported late: Triton comes with PyTorch's GPU builds only.
+    from modeling.bagel.exact_sampling import ExactSampler
     from modeling.bagel.fused_flow import FusedStack, unsupported
     from modeling.bagel.fused_sampling import draw_tokens
     from modeling.bagel.top_tokens import TopTokens
@@ -128,7 +129,7 @@ def build_execution(
     fused = eager if reason is not None else FusedStack(streams, is_fast)
     draw: Draw = sample_tokens
     if text:
-        draw = partial(draw_tokens if is_fast else sample_tokens, topk=TopTokens().take)
+        draw = partial(draw_tokens if is_fast else ExactSampler().draw, topk=TopTokens().take)
     return Execution(
         stacks=Stacks(fused if text else eager, fused if flow else eager, draw),
         text_graphs=TextGraphs(capture) if text else None,
