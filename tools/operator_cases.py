@@ -373,5 +373,6 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
         return False
     if not a.is_floating_point():
         return torch.equal(a, b)
-    equal = a.view(torch.int16) == b.view(torch.int16)
+    bits = torch.int32 if a.element_size() == 4 else torch.int16
+    equal = a.view(bits) == b.view(bits)
     return bool((equal | (a.isnan() & b.isnan())).all())

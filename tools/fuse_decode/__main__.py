@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 from itertools import chain
 
+from tools.draw_cases import draw_cases
 from tools.operator_cases import Case
 from tools.operator_check import main
 from tools.top_cases import top_cases
@@ -14,8 +15,8 @@ TIMED_ROWS = (1, 4, 228)
 
 
 def more_cases() -> Iterator[Case]:
-    """Whole turns, and what their draws begin with."""
-    return chain(turn_cases(), top_cases())
+    """Whole turns, what their draws begin with, and the draws."""
+    return chain(turn_cases(), top_cases(), draw_cases())
 
 
 if __name__ == "__main__":
