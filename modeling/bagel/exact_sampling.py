@@ -44,7 +44,8 @@ if knobs.runtime.interpret:
     def _divide(x, y):
         return tl.div_rn(x, y)
 else:
-    # The exponential of CUDA's expf; tl.exp is a fast one.
+    # The instructions of CUDA's expf: what they flush to zero inside would be lost anyway, and
+    # subnormal results stay. tl.exp is a fast one.
     _exp = libdevice.exp
 
     @triton.jit
