@@ -6,12 +6,16 @@ Legend: B images, C channels, h and w pixels, z latent channels (16).
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from modeling.fused_maps import FusedMap
 
 FILE_NAME = "ae.safetensors"
 LATENT_SCALE = 0.3611
@@ -21,6 +25,8 @@ NORM_EPS = 1e-6
 MAX_NAMES_SHOWN = 8
 
 Shape = tuple[int, ...]
+Map: TypeAlias = "Tensor | FusedMap"
+"""A feature map [B, C, h, w]. Layers take both kinds and return the kind that they are given."""
 
 
 @dataclass(frozen=True)
@@ -76,26 +82,64 @@ def _numbered(shapes: Mapping[str, Shape], pattern: str) -> list[str]:
     return names
 
 
-def _normalised(x: Tensor, norm: nn.GroupNorm, has_swish: bool = True) -> Tensor:
-    """The norm of x [B, C, h, w], times its own sigmoid if asked for.
+def _is_fused(x: Tensor) -> bool:
+    """Whether layers on the way of x are fused: under bf16 autocast on a GPU."""
+    is_bf16 = torch.get_autocast_dtype("cuda") == torch.bfloat16
+    return x.is_cuda and torch.is_autocast_enabled("cuda") and is_bf16
 
-    What autocast makes bf16 on a GPU goes through a kernel that computes in fp32 and rounds once.
-    """
-    if x.is_cuda and x.dtype == torch.bfloat16:
-        # Imported late: Triton comes with PyTorch's GPU builds only.
-        from modeling.fused_group_norm import group_norm
 
-        return group_norm(x, norm, has_swish)
+def _to_map(x: Tensor) -> Map:
+    if not _is_fused(x):
+        return x
+    # Imported late: Triton comes with PyTorch's GPU builds only.
+    from modeling.fused_maps import FusedMap
+
+    return FusedMap.of(x)
+
+
+def _to_tensor(x: Map) -> Tensor:
+    return x if isinstance(x, Tensor) else x.tensor()
+
+
+def _normalised(x: Map, norm: nn.GroupNorm, has_swish: bool = True) -> Map:
+    """The norm of x [B, C, h, w], times its own sigmoid if asked for."""
+    if not isinstance(x, Tensor):
+        return x.normalised(norm, has_swish)
     x = norm(x)
     return x * torch.sigmoid(x) if has_swish else x
+
+
+def _padded(x: Map) -> Map:
+    """x [B, C, h, w] with a column of zeros more on the right, and a row more at the bottom."""
+    return F.pad(x, (0, 1, 0, 1)) if isinstance(x, Tensor) else x.padded()
+
+
+def _doubled(x: Map) -> Map:
+    """Every pixel of x as 2 x 2 pixels, [B, C, h, w] -> [B, C, 2 h, 2 w]."""
+    if not isinstance(x, Tensor):
+        return x.doubled()
+    # Not F.interpolate: autocast would have that write fp32.
+    doubled = x[:, :, :, None, :, None].expand(-1, -1, -1, 2, -1, 2)
+    return doubled.flatten(4).flatten(2, 3)
+
+
+class Conv(nn.Conv2d):
+    """A convolution of either kind of map."""
+
+    def forward(self, x: Map) -> Map:
+        return super().forward(x) if isinstance(x, Tensor) else x.convolved(self)
 
 
 def _norm(channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(NORM_GROUPS, channels, eps=NORM_EPS)
 
 
-def _conv3(channels_in: int, channels_out: int) -> nn.Conv2d:
-    return nn.Conv2d(channels_in, channels_out, kernel_size=3, padding=1)
+def _conv1(channels_in: int, channels_out: int) -> Conv:
+    return Conv(channels_in, channels_out, kernel_size=1)
+
+
+def _conv3(channels_in: int, channels_out: int) -> Conv:
+    return Conv(channels_in, channels_out, kernel_size=3, padding=1)
 
 
 class ResBlock(nn.Module):
@@ -108,14 +152,16 @@ class ResBlock(nn.Module):
         self.norm2 = _norm(channels_out)
         self.conv2 = _conv3(channels_out, channels_out)
         if channels_in != channels_out:
-            self.nin_shortcut = nn.Conv2d(channels_in, channels_out, kernel_size=1)
+            self.nin_shortcut = _conv1(channels_in, channels_out)
         else:
             self.nin_shortcut = nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Map) -> Map:
+        # First, as it may have to write x: a fused map takes its moments meanwhile.
+        shortcut = self.nin_shortcut(x)
         hidden = self.conv1(_normalised(x, self.norm1))
         hidden = self.conv2(_normalised(hidden, self.norm2))
-        return self.nin_shortcut(x) + hidden
+        return shortcut + hidden
 
 
 class AttnBlock(nn.Module):
@@ -124,20 +170,21 @@ class AttnBlock(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.norm = _norm(channels)
-        self.q = nn.Conv2d(channels, channels, kernel_size=1)
-        self.k = nn.Conv2d(channels, channels, kernel_size=1)
-        self.v = nn.Conv2d(channels, channels, kernel_size=1)
-        self.proj_out = nn.Conv2d(channels, channels, kernel_size=1)
+        self.q = _conv1(channels, channels)
+        self.k = _conv1(channels, channels)
+        self.v = _conv1(channels, channels)
+        self.proj_out = _conv1(channels, channels)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Map) -> Map:
         hidden = _normalised(x, self.norm, has_swish=False)
         # [B, C, h, w] -> [B, one head, h * w, C]
         q, k, v = (
-            project(hidden).flatten(2).transpose(1, 2).unsqueeze(1).contiguous()
+            _to_tensor(project(hidden)).flatten(2).transpose(1, 2).unsqueeze(1).contiguous()
             for project in (self.q, self.k, self.v)
         )
         mixed = F.scaled_dot_product_attention(q, k, v)
-        return x + self.proj_out(mixed.squeeze(1).transpose(1, 2).reshape(x.shape))
+        mixed = mixed.squeeze(1).transpose(1, 2).reshape(x.shape)
+        return x + self.proj_out(_to_map(mixed))
 
 
 class Middle(nn.Module):
@@ -149,7 +196,7 @@ class Middle(nn.Module):
         self.attn_1 = AttnBlock(channels)
         self.block_2 = ResBlock(channels, channels)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Map) -> Map:
         return self.block_2(self.attn_1(self.block_1(x)))
 
 
@@ -158,11 +205,11 @@ class Downsample(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(channels, channels, kernel_size=3, stride=2)
+        self.conv = Conv(channels, channels, kernel_size=3, stride=2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Map) -> Map:
         # Padding is on the right and the bottom only, which Conv2d cannot express.
-        return self.conv(F.pad(x, (0, 1, 0, 1)))
+        return self.conv(_padded(x))
 
 
 class Upsample(nn.Module):
@@ -172,10 +219,8 @@ class Upsample(nn.Module):
         super().__init__()
         self.conv = _conv3(channels, channels)
 
-    def forward(self, x: Tensor) -> Tensor:
-        # Not F.interpolate: autocast would have that write fp32.
-        doubled = x[:, :, :, None, :, None].expand(-1, -1, -1, 2, -1, 2)
-        return self.conv(doubled.flatten(4).flatten(2, 3))
+    def forward(self, x: Map) -> Map:
+        return self.conv(_doubled(x))
 
 
 class Level(nn.Module):
@@ -186,7 +231,7 @@ class Level(nn.Module):
         sizes = [channels_in] + [channels_out] * (num_blocks - 1)
         self.block = nn.ModuleList(ResBlock(size, channels_out) for size in sizes)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Map) -> Map:
         for block in self.block:
             x = block(x)
         return x
@@ -199,7 +244,7 @@ class DownLevel(Level):
         super().__init__(channels_in, channels_out, num_blocks)
         self.downsample = nn.Identity() if is_last else Downsample(channels_out)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Map) -> Map:
         return self.downsample(super().forward(x))
 
 
@@ -210,7 +255,7 @@ class UpLevel(Level):
         super().__init__(channels_in, channels_out, num_blocks)
         self.upsample = nn.Identity() if is_last else Upsample(channels_out)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Map) -> Map:
         return self.upsample(super().forward(x))
 
 
@@ -231,10 +276,10 @@ class Encoder(nn.Module):
         self.conv_out = _conv3(widths[-1], 2 * config.z_channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.conv_in(x)
+        hidden = self.conv_in(_to_map(x))
         for level in self.down:
-            x = level(x)
-        return self.conv_out(_normalised(self.mid(x), self.norm_out))
+            hidden = level(hidden)
+        return _to_tensor(self.conv_out(_normalised(self.mid(hidden), self.norm_out)))
 
 
 class Decoder(nn.Module):
@@ -254,10 +299,10 @@ class Decoder(nn.Module):
         self.conv_out = _conv3(widths[0], config.image_channels)
 
     def forward(self, z: Tensor) -> Tensor:
-        x = self.mid(self.conv_in(z))
+        hidden = self.mid(self.conv_in(_to_map(z)))
         for level in reversed(self.up):
-            x = level(x)
-        return self.conv_out(_normalised(x, self.norm_out))
+            hidden = level(hidden)
+        return _to_tensor(self.conv_out(_normalised(hidden, self.norm_out)))
 
 
 class AutoEncoder(nn.Module):

@@ -25,7 +25,7 @@ from modeling.bagel.cublas_order import split_product
 from modeling.bagel.exact_sampling import Tempering, draw_nucleus
 from modeling.bagel.fused_sampling import draw_tokens
 from modeling.bagel.sampling import SamplingConfig
-from modeling.fused_group_norm import group_norm
+from modeling.fused_maps import FusedMap
 
 Cases = dict[str, Callable[[], object]]
 
@@ -167,6 +167,28 @@ def sampling_cases(rows: int) -> Cases:
     return found
 
 
+def convolved(channels_in: int, channels: int) -> FusedMap:
+    conv = torch.nn.Conv2d(channels_in, channels, 1, device="meta")
+    return FusedMap.of(empty(4, channels_in, 512, 512)).convolved(conv)
+
+
+def map_cases(channels: int) -> Cases:
+    """Maps with a bias to add, sums of two, and a map that is complete."""
+    norm = torch.nn.GroupNorm(32, channels, device="meta")
+    found: Cases = {}
+    for name, new in (
+        ("map with bias", lambda: convolved(channels, channels)),
+        ("sum", lambda: convolved(channels, channels) + convolved(channels, channels)),
+        ("map", lambda: FusedMap.of(empty(4, channels, 512, 512))),
+    ):
+        for has_swish in (False, True):
+            case = f"norm of {name} of {channels}{' and swish' if has_swish else ''}"
+            found[case] = lambda new=new, has_swish=has_swish: new().normalised(norm, has_swish)
+        found[f"doubled {name} of {channels}"] = lambda new=new: new().doubled()
+        found[f"padded {name} of {channels}"] = lambda new=new: new().padded()
+    return found
+
+
 def all_cases() -> Cases:
     found: Cases = {}
     for rows in (1, 4):
@@ -176,10 +198,9 @@ def all_cases() -> Cases:
     for rows in FEW:
         found |= few_row_cases(rows)
     found |= many_row_cases()
-    norm = torch.nn.GroupNorm(32, 128, device="meta")
-    for has_swish in (False, True):
-        name = f"group_norm{' and swish' if has_swish else ''}"
-        found[name] = partial(group_norm, empty(4, 128, 512, 512), norm, has_swish)
+    for channels in (128, 256, 512):
+        found |= map_cases(channels)
+    found["map of a picture"] = convolved(128, 3).tensor
     return found | attention_cases()
 
 

@@ -9,8 +9,11 @@ from functools import partial
 import numpy as np
 import torch
 import torch.nn.functional as F
+import triton.language as tl
+from triton.runtime import interpreter
 
-from modeling import fused_group_norm
+from modeling import autoencoder, fused_maps
+from modeling.autoencoder import AutoEncoder, VaeConfig
 from modeling.bagel import (
     attention,
     cublas_order,
@@ -42,6 +45,7 @@ from modeling.bagel.fused_sampling import draw_tokens
 from modeling.bagel.layers import RMSNorm, rotary_table
 from modeling.bagel.qwen2_navit import GEN, Attention, Decoder, ExpertOrder, QkRounding
 from modeling.bagel.sampling import SamplingConfig, keep_nucleus, masses_of, sample_tokens
+from modeling.fused_maps import FusedMap, Tile
 
 EPS, NAN = 1e-6, float("nan")
 
@@ -761,18 +765,112 @@ def first_of_equals() -> None:
     same(probs, (masses.gather(-1, expected) / totals).squeeze(-1))
 
 
-def group_norms() -> None:
-    """Groups of part of a block, of some blocks, and of more than are joined at once."""
-    fused_group_norm.BLOCK, fused_group_norm.PARTS_AT_ONCE = 64, 4
-    for shape, groups in (((2, 8, 3, 5), 4), ((1, 12, 9, 14), 2), ((3, 4, 16, 16), 1)):
-        norm = torch.nn.GroupNorm(groups, shape[1], eps=EPS).requires_grad_(False)
-        norm.weight.copy_(torch.randn(shape[1]))
-        norm.bias.copy_(torch.randn(shape[1]))
-        x = torch.randn(shape) + 5
-        y = norm(x)
-        near = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
-        near(fused_group_norm.group_norm(x, norm, has_swish=False), y)
-        near(fused_group_norm.group_norm(x.mT.contiguous().mT, norm, has_swish=True), F.silu(y))
+def round_to_bf16() -> None:
+    """Has the interpreter round to the nearest bf16 as GPUs do; it cuts the last places off."""
+    convert = interpreter._convert_float
+
+    def rounded(x: np.ndarray, source: tl.dtype, target: tl.dtype, *rest: object) -> np.ndarray:
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return convert(x, source, target, *rest)
+        return torch.from_numpy(np.array(x)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+
+    interpreter._convert_float = rounded
+
+
+def outstanding(shape: tuple[int, ...], has_bias: bool) -> tuple[FusedMap, torch.Tensor]:
+    """A map of a convolution that copies, and what it is in bf16 with its bias added."""
+    x = (torch.randn(shape) + 5).bfloat16()
+    conv = torch.nn.Conv2d(shape[1], shape[1], 1, bias=has_bias).requires_grad_(False)
+    conv.weight.copy_(torch.eye(shape[1])[:, :, None, None])
+    y = x + conv.bias.bfloat16()[:, None, None] if has_bias else x
+    return FusedMap.of(x).convolved(conv), y
+
+
+def tile_sizes() -> Iterator[None]:
+    """The tiles as they are, and ones so small that parts, steps and joins are several."""
+    yield
+    small = {name: Tile(1024, 3, 1) for name in ("READ_TILE", "NORM_TILE", "RESIZE_TILE")}
+    for name, value in (small | {"MIN_PROGRAMS": 2, "PARTS_AT_ONCE": 4}).items():
+        setattr(fused_maps, name, value)
+    yield
+
+
+MAPS = (((2, 128, 9, 14), 32), ((1, 512, 5, 3), 4), ((3, 256, 4, 4), 2), ((2, 96, 7, 5), 4))
+"""Shapes and groups of maps."""
+
+
+def map_norms() -> None:
+    """Norms of a map alone, of a sum, and of a map that was written before its norm."""
+    round_to_bf16()
+    for _tiles in tile_sizes():
+        for index, (shape, groups) in enumerate(MAPS):
+            norm = torch.nn.GroupNorm(groups, shape[1], eps=EPS).requires_grad_(False)
+            norm.weight.copy_(torch.randn(shape[1]))
+            norm.bias.copy_(torch.randn(shape[1]))
+            (left, x), (right, y) = outstanding(shape, index % 2 == 0), outstanding(shape, True)
+            total, both = left + right, x + y
+            for fused, plain in ((left, x), (total, both), (right, y)):
+                if fused is right:
+                    assert torch.equal(right.tensor(), y)
+                wide = norm(plain.float())
+                for has_swish, expected in ((False, wide), (True, F.silu(wide))):
+                    out = fused.normalised(norm, has_swish).tensor()
+                    assert out.is_contiguous(memory_format=torch.channels_last)
+                    # Half a place of bf16, and the last places of fp32.
+                    error = (out.float() - expected).abs()
+                    assert bool((error <= expected.abs() * 2**-8 + 1e-5).all()), error.max()
+            assert torch.equal(total.tensor(), both)
+            assert torch.equal((right + left).tensor(), both)
+            assert torch.equal((total + left).tensor(), both + x)
+
+
+def resized_maps() -> None:
+    """Doubled and padded maps, alone and of sums, to the bit."""
+    round_to_bf16()
+    for _tiles in tile_sizes():
+        for index, (shape, _) in enumerate(MAPS):
+            (left, x), (right, y) = outstanding(shape, index % 2 == 0), outstanding(shape, True)
+            for fused, plain in ((left, x), (right, y), (left + right, x + y)):
+                doubled, padded = fused.doubled().tensor(), fused.padded().tensor()
+                assert torch.equal(doubled, F.interpolate(plain, scale_factor=2, mode="nearest"))
+                assert torch.equal(padded, F.pad(plain, (0, 1, 0, 1)))
+                for out in (doubled, padded):
+                    assert out.is_contiguous(memory_format=torch.channels_last)
+
+
+def whole_autoencoder() -> None:
+    """All layers on fused maps are about as far from fp32 as plain bf16 is on a CPU."""
+    round_to_bf16()
+    model = AutoEncoder(VaeConfig(32, (1, 2), 1, 4, 3)).requires_grad_(False)
+    picture = torch.rand(2, 3, 12, 20) * 2 - 1
+    wide = model.encode(picture)
+    exact = {"encode": wide, "decode": model.decode(wide)}
+    inputs = {"encode": picture, "decode": wide}
+
+    def errors() -> dict[str, float]:
+        with torch.autocast("cpu", torch.bfloat16):
+            outs = {name: getattr(model, name)(inputs[name]) for name in inputs}
+        assert all(out.dtype == torch.bfloat16 for out in outs.values())
+        return {
+            name: float((out - exact[name]).norm() / exact[name].norm())
+            for name, out in outs.items()
+        }
+
+    plain = errors()
+    autoencoder._is_fused = lambda x: True
+    kinds = set()
+    normalised = FusedMap.normalised
+
+    def counted(self: FusedMap, norm: torch.nn.GroupNorm, has_swish: bool) -> FusedMap:
+        kinds.add((len(self._shares), self._shares[0].bias is None, has_swish))
+        return normalised(self, norm, has_swish)
+
+    FusedMap.normalised = counted
+    fused = errors()
+    # Norms of convolutions' results, of sums, and of what was written already.
+    assert {kind[:2] for kind in kinds} == {(1, False), (2, False), (1, True), (2, True)}, kinds
+    for name in plain:
+        assert 0 < fused[name] <= 1.5 * plain[name], (fused, plain)
 
 
 if __name__ == "__main__":
@@ -805,7 +903,9 @@ if __name__ == "__main__":
         exact_sampling_draws,
         edges_of_nuclei,
         first_of_equals,
-        group_norms,
+        map_norms,
+        resized_maps,
+        whole_autoencoder,
     )
     {check.__name__: check for check in checks}[sys.argv[1]]()
     sys.stdout.write(f"checked {sys.argv[1]}\n")

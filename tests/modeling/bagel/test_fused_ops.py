@@ -44,7 +44,9 @@ CHECKS = (
     "exact_sampling_draws",
     "edges_of_nuclei",
     "first_of_equals",
-    "group_norms",
+    "map_norms",
+    "resized_maps",
+    "whole_autoencoder",
 )
 
 
