@@ -22,14 +22,18 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Tile:
-    """How much a program does: `numbers` at once, up to `steps` times, by `warps`."""
+    """How much a program does: `numbers` at once, up to `steps` times, by `warps`.
+
+    With several `stages`, loads run so many steps ahead.
+    """
 
     numbers: int
     steps: int
     warps: int
+    stages: int = 1
 
 
-READ_TILE = Tile(2048, 32, 4)
+READ_TILE = Tile(2048, 32, 4, stages=3)
 NORM_TILE = Tile(4096, 4, 4)
 RESIZE_TILE = Tile(4096, 1, 4)
 MIN_PROGRAMS = 256
@@ -45,16 +49,19 @@ def _bias_row(bias_ptr, channel, C: tl.constexpr):
         bias = 0.0
     else:
         bias = tl.load(bias_ptr + channel, mask=channel < C, other=0.0)
-        bias = bias.to(tl.bfloat16).to(tl.float32)[None, :]
+        bias = bias.to(tl.bfloat16)[None, :]
     return bias
 
 
 @triton.jit
 def _biased(x_ptr, bias_ptr, bias, at, inside):
-    """Numbers of a convolution's result in fp32; the bias is added and the sum rounded like it."""
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    """Numbers of a convolution's result with its bias.
+
+    PyTorch rounds the fp32 sum of two bf16 numbers, which gives the bits of their bf16 sum.
+    """
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)
     if bias_ptr is not None:
-        x = (x + bias).to(x_ptr.dtype.element_ty).to(tl.float32)
+        x += bias
     return x
 
 
@@ -80,6 +87,7 @@ def _read_kernel(
     C: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Adds up one part of a picture's `plane` pixels, writes it if asked to, takes its moments.
 
@@ -99,16 +107,16 @@ def _read_kernel(
     first = part * steps * ROWS
     mean = tl.zeros((ROWS, WIDTH), tl.float32)
     squares = tl.zeros((ROWS, WIDTH), tl.float32)
-    for step in tl.range(0, steps):
+    for step in tl.range(0, steps, num_stages=STAGES):
         pixel = first + step * ROWS + row
         at = pixel[:, None] * C + channel[None, :]
         inside = _inside(pixel, channel, plane, C, WIDTH)
         x = _biased(left_ptr, left_bias_ptr, left_bias, at, inside)
         if right_ptr is not None:
             x += _biased(right_ptr, right_bias_ptr, right_bias, at, inside)
-            x = x.to(left_ptr.dtype.element_ty).to(tl.float32)
         if out_ptr is not None:
-            tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=inside)
+            tl.store(out_ptr + at, x, mask=inside)
+        x = x.to(tl.float32)
         apart = tl.where(inside, x - mean, 0.0)
         mean += apart * (1.0 / (step + 1))
         squares += apart * (x - mean)
@@ -179,6 +187,7 @@ def _normalise_kernel(
     C: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
     GROUPS: tl.constexpr,
     HAS_SWISH: tl.constexpr,
 ):
@@ -195,11 +204,12 @@ def _normalise_kernel(
     x_ptr += picture.to(tl.int64) * plane * C
     out_ptr += picture.to(tl.int64) * plane * C
     first = tl.program_id(1) * steps * ROWS
-    for step in tl.range(0, steps):
+    for step in tl.range(0, steps, num_stages=STAGES):
         pixel = first + step * ROWS + row
         at = pixel[:, None] * C + channel[None, :]
         inside = _inside(pixel, channel, plane, C, WIDTH)
-        y = (_biased(x_ptr, x_bias_ptr, x_bias, at, inside) - mean) * factor + bias
+        x = _biased(x_ptr, x_bias_ptr, x_bias, at, inside).to(tl.float32)
+        y = (x - mean) * factor + bias
         if HAS_SWISH:
             y = y / (1.0 + tl.exp(-y))
         tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=inside)
@@ -220,6 +230,7 @@ def _resize_kernel(
     C: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
     FACTOR: tl.constexpr,
 ):
     """Adds up part of a picture, writes each pixel FACTOR x FACTOR times, zeros where it ends.
@@ -235,7 +246,7 @@ def _resize_kernel(
         right_ptr += picture * height * width * C
     out_ptr += picture * down * across * (FACTOR * FACTOR * C)
     first = tl.program_id(1) * steps * ROWS
-    for step in tl.range(0, steps):
+    for step in tl.range(0, steps, num_stages=STAGES):
         pixel = first + step * ROWS + row
         y, x = pixel // across, pixel % across
         inside = _inside(pixel, channel, down * across, C, WIDTH)
@@ -244,7 +255,7 @@ def _resize_kernel(
         value = _biased(left_ptr, left_bias_ptr, left_bias, at, there)
         if right_ptr is not None:
             value += _biased(right_ptr, right_bias_ptr, right_bias, at, there)
-        value = tl.where(there, value, 0.0).to(out_ptr.dtype.element_ty)
+        value = tl.where(there, value, 0.0)
         for i in tl.static_range(FACTOR):
             for j in tl.static_range(FACTOR):
                 target = (y * FACTOR + i) * across * FACTOR + x * FACTOR + j
@@ -253,8 +264,8 @@ def _resize_kernel(
 
 
 @dataclass(frozen=True)
-class _Share:
-    """A term of a map: a tensor [B, C, h, w], and a bias [C] that is still to be added to it."""
+class Term:
+    """A tensor [B, C, h, w] in bf16, channels last; a bias [C] that is still to be added to it."""
 
     x: Tensor
     bias: Tensor | None = None
@@ -270,100 +281,101 @@ class _Moments:
 
 
 class FusedMap:
-    """A feature map [B, C, h, w] in bf16, channels last, of which additions may be outstanding.
+    """A feature map [B, C, h, w] in bf16: the sum of one term or two, written when it has to be.
 
-    It offers what the autoencoder's layers do with a map. Maps do not change for whoever holds one;
-    a sum that had to be written is kept.
+    It offers what the autoencoder's layers do with a map. None of that changes a map for whoever
+    holds it; a sum once written, and its moments, are kept.
     """
 
-    def __init__(self, *shares: _Share) -> None:
-        self._shares = shares
+    def __init__(self, *terms: Term) -> None:
+        self._terms = terms
         self._moments: _Moments | None = None
 
     @classmethod
     def of(cls, x: Tensor) -> "FusedMap":
         """The map of a tensor [B, C, h, w] of any dtype and memory format."""
-        return cls(_Share(x.to(torch.bfloat16, memory_format=torch.channels_last)))
+        return cls(Term(x.to(torch.bfloat16, memory_format=torch.channels_last)))
 
     @property
     def shape(self) -> torch.Size:
         """[B, C, h, w]."""
-        return self._shares[0].x.shape
+        return self._terms[0].x.shape
 
     def tensor(self) -> Tensor:
         """The map [B, C, h, w] in bf16, channels last."""
-        if len(self._shares) > 1 or self._shares[0].bias is not None:
-            out = torch.empty_like(self._shares[0].x)
-            self._moments = _read(self._shares, out)
-            self._shares = (_Share(out),)
-        return self._shares[0].x
+        if len(self._terms) > 1 or self._terms[0].bias is not None:
+            out = torch.empty_like(self._terms[0].x)
+            self._moments = _read(self._terms, out)
+            self._terms = (Term(out),)
+        return self._terms[0].x
 
     def convolved(self, conv: nn.Conv2d) -> "FusedMap":
         """The result of a convolution, whose weights are cast as autocast casts them."""
         weight = conv.weight.to(torch.bfloat16, memory_format=torch.channels_last)
         x = F.conv2d(self.tensor(), weight, None, conv.stride, conv.padding)
-        return FusedMap(_Share(x.contiguous(memory_format=torch.channels_last), conv.bias))
+        return FusedMap(Term(x.contiguous(memory_format=torch.channels_last), conv.bias))
 
     def normalised(self, norm: nn.GroupNorm, has_swish: bool) -> "FusedMap":
         """The norm, then y * sigmoid(y) if asked for: in fp32, rounded once."""
-        share = self._added()
+        term = self._added()
         if self._moments is None:
-            self._moments = _read(self._shares, None)
-        return FusedMap(_Share(_normalise(share, self._moments, norm, has_swish)))
+            self._moments = _read(self._terms, None)
+        return FusedMap(Term(_normalise(term, self._moments, norm, has_swish)))
 
     def doubled(self) -> "FusedMap":
         """Every pixel as 2 x 2 pixels."""
         height, width = self.shape[2:]
-        return FusedMap(_Share(_resize(self._shares, height, width, 2)))
+        return FusedMap(Term(_resize(self._terms, height, width, 2)))
 
     def padded(self) -> "FusedMap":
         """A column of zeros more on the right, a row more at the bottom."""
         height, width = self.shape[2:]
-        return FusedMap(_Share(_resize(self._shares, height + 1, width + 1, 1)))
+        return FusedMap(Term(_resize(self._terms, height + 1, width + 1, 1)))
 
     def __add__(self, other: "FusedMap") -> "FusedMap":
         return FusedMap(self._added(), other._added())
 
-    def _added(self) -> _Share:
+    def _added(self) -> Term:
         """The map in one term, written first if it is a sum."""
-        return _Share(self.tensor()) if len(self._shares) > 1 else self._shares[0]
+        return Term(self.tensor()) if len(self._terms) > 1 else self._terms[0]
 
 
-def _rows(tile: Tile, channels: int) -> dict[str, int]:
-    """Channels and pixels of a tile, and its warps, as kernels are told of them."""
+def _shape(tile: Tile, channels: int) -> dict[str, int]:
+    """What kernels are told of a tile: channels, pixels, stages and warps."""
     width = triton.next_power_of_2(channels)
     rows = max(1, tile.numbers // width)
-    return {"C": channels, "WIDTH": width, "ROWS": rows, "num_warps": tile.warps}
+    tiled = {"C": channels, "WIDTH": width, "ROWS": rows}
+    return tiled | {"STAGES": tile.stages, "num_warps": tile.warps}
 
 
 def _num_steps(tile: Tile, rows: int, pixels: int) -> int:
     return max(1, min(tile.steps, pixels // (rows * MIN_PROGRAMS)))
 
 
-def _terms(shares: tuple[_Share, ...]) -> list[Tensor | None]:
+def _operands(terms: tuple[Term, ...]) -> list[Tensor | None]:
     """Tensor and bias of two terms; None where there is but one."""
-    terms = [term for share in shares for term in (share.x, share.bias)]
-    return terms + [None] * (4 - len(terms))
+    operands = [operand for term in terms for operand in (term.x, term.bias)]
+    return operands + [None] * (4 - len(operands))
 
 
-def _read(shares: tuple[_Share, ...], out: Tensor | None) -> _Moments:
+def _read(terms: tuple[Term, ...], out: Tensor | None) -> _Moments:
     """The moments of a map, which goes to `out` if there is one."""
-    pictures, channels, height, width = shares[0].x.shape
-    plane, shape = height * width, _rows(READ_TILE, channels)
+    pictures, channels, height, width = terms[0].x.shape
+    plane, shape = height * width, _shape(READ_TILE, channels)
     steps = _num_steps(READ_TILE, shape["ROWS"], plane)
     pixels = steps * shape["ROWS"]
     parts = triton.cdiv(plane, pixels)
     size = (2, pictures, parts, channels)
-    means, squares = torch.empty(size, dtype=torch.float32, device=shares[0].x.device)
-    _read_kernel[(pictures, parts)](*_terms(shares), out, means, squares, plane, steps, **shape)
+    means, squares = torch.empty(size, dtype=torch.float32, device=terms[0].x.device)
+    _read_kernel[(pictures, parts)](*_operands(terms), out, means, squares, plane, steps, **shape)
     return _Moments(means, squares, pixels)
 
 
-def _normalise(share: _Share, moments: _Moments, norm: nn.GroupNorm, has_swish: bool) -> Tensor:
-    pictures, channels, height, width = share.x.shape
+def _normalise(term: Term, moments: _Moments, norm: nn.GroupNorm, has_swish: bool) -> Tensor:
+    pictures, channels, height, width = term.x.shape
     plane, groups = height * width, norm.num_groups
     size = channels // groups
-    joined = torch.empty(2, pictures, groups, dtype=torch.float32, device=share.x.device)
+    joined = torch.empty(2, pictures, groups, dtype=torch.float32, device=term.x.device)
     _join_kernel[(pictures, groups)](
         moments.means,
         moments.squares,
@@ -377,11 +389,11 @@ def _normalise(share: _Share, moments: _Moments, norm: nn.GroupNorm, has_swish: 
         WIDTH=triton.next_power_of_2(size),
         AT_ONCE=PARTS_AT_ONCE,
     )
-    out, shape = torch.empty_like(share.x), _rows(NORM_TILE, channels)
+    out, shape = torch.empty_like(term.x), _shape(NORM_TILE, channels)
     steps = _num_steps(NORM_TILE, shape["ROWS"], plane)
     _normalise_kernel[(pictures, triton.cdiv(plane, steps * shape["ROWS"]))](
-        share.x,
-        share.bias,
+        term.x,
+        term.bias,
         *joined,
         norm.weight,
         norm.bias,
@@ -395,14 +407,14 @@ def _normalise(share: _Share, moments: _Moments, norm: nn.GroupNorm, has_swish: 
     return out
 
 
-def _resize(shares: tuple[_Share, ...], down: int, across: int, factor: int) -> Tensor:
-    x = shares[0].x
+def _resize(terms: tuple[Term, ...], down: int, across: int, factor: int) -> Tensor:
+    x = terms[0].x
     pictures, channels, height, width = x.shape
     size = (pictures, channels, down * factor, across * factor)
     out = torch.empty(size, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    shape = _rows(RESIZE_TILE, channels)
+    shape = _shape(RESIZE_TILE, channels)
     steps = _num_steps(RESIZE_TILE, shape["ROWS"], down * across)
     _resize_kernel[(pictures, triton.cdiv(down * across, steps * shape["ROWS"]))](
-        *_terms(shares), out, height, width, down, across, steps, **shape, FACTOR=factor
+        *_operands(terms), out, height, width, down, across, steps, **shape, FACTOR=factor
     )
     return out

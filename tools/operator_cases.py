@@ -21,7 +21,7 @@ from modeling.bagel.fused_ops import (
 )
 from modeling.bagel.layers import RMSNorm, rotary_table
 from modeling.bagel.qwen2_navit import Attention
-from modeling.fused_group_norm import group_norm
+from modeling.fused_maps import FusedMap, Term
 
 HIDDEN, MLP, HEADS, KV_HEADS, HEAD_SIZE = 3584, 18944, 28, 4, 128
 EPS, THETA = 1e-6, 1e6
@@ -322,26 +322,70 @@ def fast_cases(rows: tuple[int, ...]) -> Iterator[Case]:
 
 
 def picture_cases() -> Iterator[Case]:
-    """The autoencoder's norms: its largest and its smallest maps, and odd ones; far from zero."""
-    shapes = ((4, 128, 512, 512), (4, 512, 64, 64), (1, 256, 40, 72), (3, 64, 9, 7))
-    for shape, has_swish in product(shapes, (True, False)):
-        x = draw(shape, "normal", shape[1]) * 3 + 20
-        norm = nn.GroupNorm(32, shape[1], eps=EPS, device="cuda")
-        with torch.no_grad():
-            norm.weight.copy_(draw((shape[1],), "normal", 1))
-            norm.bias.copy_(draw((shape[1],), "normal", 2))
-
-        def wide(x: Tensor = x, norm: nn.GroupNorm = norm, has_swish: bool = has_swish) -> Tensor:
-            y = norm(x.float())
-            return y * torch.sigmoid(y) if has_swish else y
-
-        yield Case(
-            f"group_norm {'x'.join(map(str, shape))}{' swish' if has_swish else ''}",
-            partial(lambda *given: [group_norm(*given)], x, norm, has_swish),
-            lambda wide=wide: [wide().bfloat16()],
-            3 * x.nbytes,
-            lambda wide=wide: [wide()],
+    """The autoencoder's maps, its largest and its smallest, and odd ones; far from zero."""
+    for shape in ((4, 128, 512, 512), (4, 512, 64, 64), (1, 256, 40, 72), (3, 96, 9, 7)):
+        left, right = (
+            (draw(shape, "normal", shape[1] + i) * 3 + 20).to(memory_format=torch.channels_last)
+            for i in (0, 1)
         )
+        biases = [torch.randn(shape[1], device="cuda") for _ in (left, right)]
+        for has_bias, has_swish in product((True, False), (True, False)):
+            yield map_norm_case(left, biases[0] if has_bias else None, has_swish)
+        yield from map_sum_cases(Term(left, biases[0]), Term(right, biases[1]))
+
+
+def biased(term: Term) -> Tensor:
+    return term.x if term.bias is None else term.x + term.bias.bfloat16()[:, None, None]
+
+
+def map_norm_case(x: Tensor, bias: Tensor | None, has_swish: bool) -> Case:
+    """The norm of a convolution's result, whose bias is still to be added, or of a complete map."""
+    channels = x.shape[1]
+    norm = nn.GroupNorm(32, channels, eps=EPS, device="cuda")
+    with torch.no_grad():
+        norm.weight.copy_(draw((channels,), "normal", 1))
+        norm.bias.copy_(draw((channels,), "normal", 2))
+
+    def wide() -> Tensor:
+        y = norm(biased(Term(x, bias)).float())
+        return y * torch.sigmoid(y) if has_swish else y
+
+    kind = f"{' bias' if bias is not None else ''}{' swish' if has_swish else ''}"
+    return Case(
+        f"map norm {'x'.join(map(str, x.shape))}{kind}",
+        lambda: [FusedMap(Term(x, bias)).normalised(norm, has_swish).tensor()],
+        lambda: [wide().bfloat16()],
+        3 * x.nbytes,
+        lambda: [wide()],
+    )
+
+
+def map_sum_cases(left: Term, right: Term) -> Iterator[Case]:
+    """A residual sum as it is written in front of a norm, doubled, and padded."""
+
+    def total() -> FusedMap:
+        poisoned(*left.x.shape)  # freed at once: the result takes its memory
+        return FusedMap(left, right)
+
+    def plain() -> Tensor:
+        return biased(left) + biased(right)
+
+    name = "x".join(map(str, left.x.shape))
+    yield Case(
+        f"map sum {name}", lambda: [total().tensor()], lambda: [plain()], 3 * left.x.nbytes
+    )
+    yield Case(
+        f"map doubled {name}",
+        lambda: [total().doubled().tensor()],
+        lambda: [F.interpolate(plain(), scale_factor=2, mode="nearest")],
+        6 * left.x.nbytes,
+    )
+    yield Case(
+        f"map padded {name}",
+        lambda: [total().padded().tensor()],
+        lambda: [F.pad(plain(), (0, 1, 0, 1))],
+        3 * left.x.nbytes,
+    )
 
 
 def cases(rows: tuple[int, ...], distributions: tuple[str, ...]) -> Iterator[Case]:

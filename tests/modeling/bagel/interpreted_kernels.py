@@ -766,15 +766,25 @@ def first_of_equals() -> None:
 
 
 def round_to_bf16() -> None:
-    """Has the interpreter round to the nearest bf16 as GPUs do; it cuts the last places off."""
-    convert = interpreter._convert_float
+    """Has the interpreter round to the nearest bf16 as GPUs do, and add numbers of bf16.
+
+    By itself it cuts the last places off, and adds up the codes of such numbers.
+    """
+    convert, add = interpreter._convert_float, interpreter.InterpreterBuilder.create_fadd
 
     def rounded(x: np.ndarray, source: tl.dtype, target: tl.dtype, *rest: object) -> np.ndarray:
         if (source, target) != (tl.float32, tl.bfloat16):
             return convert(x, source, target, *rest)
         return torch.from_numpy(np.array(x)).bfloat16().view(torch.int16).numpy().view(np.uint16)
 
+    def added(self: interpreter.InterpreterBuilder, *terms: object) -> object:
+        if terms[0].dtype.scalar != tl.bfloat16:
+            return add(self, *terms)
+        total = add(self, *(self.cast_impl(term, tl.float32) for term in terms))
+        return self.cast_impl(total, tl.bfloat16)
+
     interpreter._convert_float = rounded
+    interpreter.InterpreterBuilder.create_fadd = added
 
 
 def outstanding(shape: tuple[int, ...], has_bias: bool) -> tuple[FusedMap, torch.Tensor]:
@@ -862,7 +872,7 @@ def whole_autoencoder() -> None:
     normalised = FusedMap.normalised
 
     def counted(self: FusedMap, norm: torch.nn.GroupNorm, has_swish: bool) -> FusedMap:
-        kinds.add((len(self._shares), self._shares[0].bias is None, has_swish))
+        kinds.add((len(self._terms), self._terms[0].bias is None, has_swish))
         return normalised(self, norm, has_swish)
 
     FusedMap.normalised = counted
