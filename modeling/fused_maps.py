@@ -33,8 +33,8 @@ class Tile:
     stages: int = 1
 
 
-READ_TILE = Tile(2048, 32, 4, stages=3)
-NORM_TILE = Tile(4096, 4, 4)
+READ_TILE = Tile(2048, 16, 2, stages=3)
+NORM_TILE = Tile(2048, 8, 4, stages=3)
 RESIZE_TILE = Tile(4096, 1, 4)
 MIN_PROGRAMS = 256
 """Programs of a picture, as long as there is work for them; the number of pictures is left out, so

@@ -211,7 +211,7 @@ class RolloutController:
                 moved[id(image)] = to_device(pixels, device)
         batch = torch.stack([moved[id(image)] for image in images])
         with self._vae_precision(device):
-            return self.autoencoder.encode(batch)
+            return self.execution.encode_pictures(self.autoencoder, batch)
 
     def _vit_features(self, image: Image.Image, device: torch.device, dtype: torch.dtype) -> tuple:
         patch = self.model.config.vit.patch_size

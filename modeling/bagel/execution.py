@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from torch import Tensor, nn
 
+from modeling.autoencoder import AutoEncoder
 from modeling.bagel.bagel import Bagel, EagerStack
 from modeling.bagel.cache import CacheSpec, KvCache
 from modeling.bagel.config import ImageSize, LlmConfig
@@ -13,10 +15,10 @@ from modeling.bagel.context import EAGER, Contexts, Draw, Stacks
 from modeling.bagel.flow import MakeForwards, eager_forwards
 from modeling.bagel.graph_capture import CudaBackend, GraphCapture
 from modeling.bagel.sampling import SamplingConfig, sample_tokens
+from modeling.bagel.static_encoder_graph import Encode, EncoderGraphs
 from modeling.bagel.static_flow_graph import static_forwards
 from modeling.bagel.static_prefix_graph import PrefixGraphs
 from modeling.bagel.static_text_graph import TextGraphs, decode_text_static
-from modeling.bagel.static_vit_graph import VitGraphs
 from modeling.bagel.switches import Switches
 from modeling.bagel.text_decode import DecodedText, decode_text
 
@@ -30,7 +32,7 @@ class Execution:
     flow_graphs: bool = False
     capture: GraphCapture = field(default_factory=lambda: GraphCapture(None))
     prefix_graphs: PrefixGraphs | None = None
-    vit_graphs: VitGraphs | None = None
+    encoder_graphs: EncoderGraphs | None = None
     encodes_once: bool = False
     """Whether a picture of several samples goes through the autoencoder once. In a batch it is
     rounded otherwise."""
@@ -66,11 +68,20 @@ class Execution:
         )
         return Stacks(text, image, stacks.draw)
 
-    def encode_vit(self, model: Bagel, patches: torch.Tensor, grid: ImageSize) -> torch.Tensor:
+    def encode_vit(self, model: Bagel, patches: Tensor, grid: ImageSize) -> Tensor:
         """`Bagel.encode_vit`, through graphs if there are any."""
-        if self.vit_graphs is None:
-            return model.encode_vit(patches, grid)
-        return self.vit_graphs.encode(model, patches, grid)
+        return self._encode(partial(model.encode_vit, grid=grid), patches, model.vit_model, grid)
+
+    def encode_pictures(self, autoencoder: AutoEncoder, pixels: Tensor) -> Tensor:
+        """`AutoEncoder.encode`, through graphs if there are any."""
+        return self._encode(autoencoder.encode, pixels, autoencoder.encoder)
+
+    def _encode(
+        self, encode: Encode, x: Tensor, module: nn.Module, *settings: object
+    ) -> Tensor:
+        if self.encoder_graphs is None:
+            return encode(x)
+        return self.encoder_graphs.run(encode, x, module, *settings)
 
     def decode(
         self,
@@ -95,8 +106,8 @@ class Execution:
         for graphs in self._kept_graphs():
             graphs.release()
 
-    def _kept_graphs(self) -> list[TextGraphs | PrefixGraphs | VitGraphs]:
-        every = (self.text_graphs, self.prefix_graphs, self.vit_graphs)
+    def _kept_graphs(self) -> list[TextGraphs | PrefixGraphs | EncoderGraphs]:
+        every = (self.text_graphs, self.prefix_graphs, self.encoder_graphs)
         return [graphs for graphs in every if graphs is not None]
 
     @property
@@ -136,6 +147,6 @@ def build_execution(
         flow_graphs=flow,
         capture=capture,
         prefix_graphs=PrefixGraphs(fused, capture) if text and reason is None else None,
-        vit_graphs=VitGraphs(capture) if text else None,
+        encoder_graphs=EncoderGraphs(capture) if text else None,
         encodes_once=is_fast,
     )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from modeling.bagel.graph_capture import (
@@ -54,19 +55,23 @@ class Weights:
 
 @dataclass(frozen=True)
 class Call(Generic[Program]):
-    """One call: its kind, and how it is done eagerly, or by a program that stays."""
+    """One call: its kind, and how it is done eagerly, or by a program that stays.
+
+    `make` gets a tensor like the result, on the meta device.
+    """
 
     kind: tuple
     run: Callable[[], Tensor]
-    make: Callable[[], Program]
+    make: Callable[[Tensor], Program]
     load: Callable[[Program], None]
 
 
 @dataclass
 class KeptCall(Generic[Program]):
-    """A kind of call: where the weights lay when it ran, and its graph once it was captured."""
+    """A kind of call that ran: where the weights lay, and its graph once it was captured."""
 
     addresses: list[int]
+    like: Tensor
     program: Program | None = None
     work: CapturedWork | None = None
 
@@ -95,7 +100,8 @@ class StaticCalls(Generic[Program]):
             if kept is not None:
                 kept.release()
             result = call.run()
-            self._keep(call.kind, KeptCall(weights.addresses))
+            like = torch.empty_like(result, device="meta")
+            self._keep(call.kind, KeptCall(weights.addresses, like))
             return result
         try:
             result = self._replay(kept, call)
@@ -131,7 +137,7 @@ class StaticCalls(Generic[Program]):
     def _replay(self, kept: KeptCall[Program], call: Call[Program]) -> Tensor:
         """Replays a call of a kind that was seen before, after capturing it where needed."""
         if kept.program is None:
-            kept.program = call.make()
+            kept.program = call.make(kept.like)
         call.load(kept.program)
         if kept.work is None:
             kept.work = self.capture.capture(kept.program.run, kept.program.watched)

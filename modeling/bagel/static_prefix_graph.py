@@ -22,10 +22,10 @@ from modeling.bagel.static_calls import Call, StaticCalls, Weights
 class StaticPass:
     """A pass over tensors that stay. Eager or captured it runs what was loaded last, once."""
 
-    def __init__(self, stack: Stack, like: LayerPass):
+    def __init__(self, stack: Stack, like: LayerPass, hidden: Tensor):
         self._stack = stack
         self._inputs = [torch.empty_like(tensor) for tensor in _inputs(like)]
-        self.out = torch.empty_like(like.x)
+        self.out = torch.empty_like(hidden, device=like.x.device)
         self._pass: LayerPass | None = None
         self._weights: list[Tensor] = []
 
@@ -80,7 +80,7 @@ class PrefixGraphs:
         call = Call(
             _kind(layer_pass),
             run=lambda: self.stack.run(layer_pass),
-            make=lambda: StaticPass(self.stack, layer_pass),
+            make=lambda hidden: StaticPass(self.stack, layer_pass, hidden),
             load=lambda program: program.load(layer_pass, weights.tensors),
         )
         return self.calls.run(call, weights)

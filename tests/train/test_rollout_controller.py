@@ -16,8 +16,8 @@ from modeling.bagel.execution import Execution
 from modeling.bagel.flow import StochasticDraw
 from modeling.bagel.graph_capture import GraphCapture
 from modeling.bagel.images import patchify
+from modeling.bagel.static_encoder_graph import EncoderGraphs
 from modeling.bagel.static_prefix_graph import PrefixGraphs
-from modeling.bagel.static_vit_graph import VitGraphs
 from modeling.bagel.text_decode import DecodedText
 from modeling.bagel.weights import read_bagel_config
 from tests.fake_graph import FakeBackend
@@ -218,8 +218,8 @@ def test_shared_prefixes_change_nothing_but_the_work(monkeypatch, recipe):
 def prefix_execution(backend: FakeBackend, is_image_fused: bool = True) -> Execution:
     stack, capture = EagerStack(), GraphCapture(backend)
     stacks = Stacks(stack, stack if is_image_fused else EagerStack())
-    graphs = {"prefix_graphs": PrefixGraphs(stack, capture), "vit_graphs": VitGraphs(capture)}
-    return Execution(stacks, capture=capture, **graphs)
+    prefix, encoders = PrefixGraphs(stack, capture), EncoderGraphs(capture)
+    return Execution(stacks, capture=capture, prefix_graphs=prefix, encoder_graphs=encoders)
 
 
 @torch.no_grad()
@@ -241,9 +241,9 @@ def test_prefixes_through_graphs_give_the_same_samples(monkeypatch, recipe, rows
         for (samples, flow), (others, reference) in zip(*results, strict=True):
             assert [s.thought for s in samples] == [s.thought for s in others]
             assert torch.equal(flow.latents, reference.latents)
-    # System text and prompt; encoder; system text, encoder segment and request; the picture.
+    # System text and prompt; both encoders; system text, encoder segment and request; the picture.
     num_segments = 1 if recipe == "upstream" else 2
-    assert backend.replays - before == 2 + 1 + 3 + num_segments
+    assert backend.replays - before == 2 + 2 + 3 + num_segments
     counters = captured.execution.counters()
     assert (counters["graphs/fallen_back"], counters["graphs/recaptured"]) == (0, 0)
     assert captured.execution.prefix_graphs.memory.lent is None
@@ -260,8 +260,8 @@ def test_only_what_is_shared_and_fused_goes_through_prefix_graphs():
     images = [picture()] * 2
     for _ in range(3):
         rolled.refine([prompt("a red cat")] * 2, images, draws())
-    # The encoder, and texts around the picture.
-    assert backend.captures == 4 and backend.replays == 2 + 2 * 3
+    # The encoders, and texts around the picture.
+    assert backend.captures == 5 and backend.replays == 2 + 2 * 4
     rolled.execution.release()
     assert rolled.execution.prefix_graphs.memory.spec is None
 

@@ -14,9 +14,9 @@ from modeling.bagel.bagel import EagerStack
 from modeling.bagel.context import Stacks
 from modeling.bagel.execution import Execution
 from modeling.bagel.graph_capture import GraphCapture
+from modeling.bagel.static_encoder_graph import EncoderGraphs
 from modeling.bagel.static_prefix_graph import PrefixGraphs
 from modeling.bagel.static_text_graph import TextGraphs
-from modeling.bagel.static_vit_graph import VitGraphs
 from tests.fake_graph import FakeBackend
 from tests.tiny import PARITY, one_rank, tiny_config
 from train.assembly import assemble
@@ -211,8 +211,8 @@ def drift_of_images(report: StepReport) -> float:
 
 def captured_execution(backend: FakeBackend) -> Execution:
     capture, stack = GraphCapture(backend), EagerStack()
-    prefix, vit = PrefixGraphs(stack, capture), VitGraphs(capture)
-    return Execution(Stacks(stack, stack), TextGraphs(capture), True, capture, prefix, vit)
+    prefix, encoders = PrefixGraphs(stack, capture), EncoderGraphs(capture)
+    return Execution(Stacks(stack, stack), TextGraphs(capture), True, capture, prefix, encoders)
 
 
 def assert_same_steps(eager: StepReport, captured: StepReport) -> None:
