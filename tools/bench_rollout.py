@@ -48,6 +48,9 @@ from train.rollout_controller import RolloutController, StepDraws
 SAMPLES, TOKENS = 4, 1024
 WARM_UP = 3
 """Rollouts of a stage until all graphs that are kept between rollouts have been captured."""
+THREADS = 4
+"""On the CPU at most, as the launcher gives each rank: with one for every core they sometimes wait
+for each other, and the transforms of a picture then take 40 ms instead of 7."""
 # Least figures wanted, for some depths: of one mode, or of both.
 TARGETS = {
     6: {
@@ -389,6 +392,7 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("error: no GPU: this command times real widths", file=sys.stderr)
         return 2
+    torch.set_num_threads(min(THREADS, torch.get_num_threads()))
     modes = args.modes.split(",")
     with torch.no_grad():
         bench = build(args.layers, modes, args.samples)
