@@ -160,6 +160,7 @@ class JointRead:
         counts = {len(read.rows) for read in reads}
         if not q.is_cuda or q.dtype == torch.float32 or len(lengths) > 1 or len(counts) > 1:
             return None
+        # Imported late: Triton comes with PyTorch's GPU builds only.
         from modeling.bagel.fused_attention import MAX_CACHES, fits_few
 
         (queries,) = lengths
