@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from modeling.bagel.fused_ops import num_blocks, power_of_2
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -342,7 +344,7 @@ class FusedMap:
 
 def _shape(tile: Tile, channels: int) -> dict[str, int]:
     """What kernels are told of a tile: channels, pixels, stages and warps."""
-    width = triton.next_power_of_2(channels)
+    width = power_of_2(channels)
     rows = max(1, tile.numbers // width)
     tiled = {"C": channels, "WIDTH": width, "ROWS": rows}
     return tiled | {"STAGES": tile.stages, "num_warps": tile.warps}
@@ -364,7 +366,7 @@ def _read(terms: tuple[Term, ...], out: Tensor | None) -> _Moments:
     plane, shape = height * width, _shape(READ_TILE, channels)
     steps = _num_steps(READ_TILE, shape["ROWS"], plane)
     pixels = steps * shape["ROWS"]
-    parts = triton.cdiv(plane, pixels)
+    parts = num_blocks(plane, pixels)
     size = (2, pictures, parts, channels)
     means, squares = torch.empty(size, dtype=torch.float32, device=terms[0].x.device)
     _read_kernel[(pictures, parts)](*_operands(terms), out, means, squares, plane, steps, **shape)
@@ -386,12 +388,12 @@ def _normalise(term: Term, moments: _Moments, norm: nn.GroupNorm, has_swish: boo
         norm.eps,
         C=channels,
         SIZE=size,
-        WIDTH=triton.next_power_of_2(size),
+        WIDTH=power_of_2(size),
         AT_ONCE=PARTS_AT_ONCE,
     )
     out, shape = torch.empty_like(term.x), _shape(NORM_TILE, channels)
     steps = _num_steps(NORM_TILE, shape["ROWS"], plane)
-    _normalise_kernel[(pictures, triton.cdiv(plane, steps * shape["ROWS"]))](
+    _normalise_kernel[(pictures, num_blocks(plane, steps * shape["ROWS"]))](
         term.x,
         term.bias,
         *joined,
@@ -414,7 +416,7 @@ def _resize(terms: tuple[Term, ...], down: int, across: int, factor: int) -> Ten
     out = torch.empty(size, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     shape = _shape(RESIZE_TILE, channels)
     steps = _num_steps(RESIZE_TILE, shape["ROWS"], down * across)
-    _resize_kernel[(pictures, triton.cdiv(down * across, steps * shape["ROWS"]))](
+    _resize_kernel[(pictures, num_blocks(down * across, steps * shape["ROWS"]))](
         *_operands(terms), out, height, width, down, across, steps, **shape, FACTOR=factor
     )
     return out

@@ -35,7 +35,7 @@ def varlen_attention(
     Returns:
         [T, N, H].
     """
-    if q.is_cuda and q.dtype != torch.float32:
+    if _has_kernels(q):
         is_alone = len(seqlens) == 1
         bounds = _bounds_of_one(*seqlens, q.device) if is_alone else _bounds(seqlens, q.device)
         return torch.ops.aten._flash_attention_forward(
@@ -102,7 +102,7 @@ def cached_attention(
     Returns:
         [T, N, H].
     """
-    if q.is_cuda and q.dtype != torch.float32:
+    if _has_kernels(q):
         return _cached_on_gpu(q, keys, values, read, out)
     outputs = []
     pieces = q.split(list(read.query_lengths))
@@ -129,8 +129,8 @@ def _cached_on_gpu(
     )
 
     capacity, flat = keys.shape[1], (keys.flatten(0, 1), values.flatten(0, 1))
-    queries, where = max(read.query_lengths), (read.key_starts, read.keys_used)
-    if min(read.query_lengths) == queries and (queries == 1 or not read.causal):
+    queries, where = _equal_queries([read]), (read.key_starts, read.keys_used)
+    if queries is not None:
         if fits_few(queries, q, keys):
             return few_queries_attention(q, [flat], *where, capacity, out)
         if fits_image(queries, q):
@@ -156,16 +156,13 @@ class JointRead:
             caches: its keys, in one layer: [B, C, K, H].
             q: [T, N, H].
         """
-        lengths = {length for read in reads for length in read.query_lengths}
-        counts = {len(read.rows) for read in reads}
-        if not q.is_cuda or q.dtype == torch.float32 or len(lengths) > 1 or len(counts) > 1:
+        queries, counts = _equal_queries(reads), {len(read.rows) for read in reads}
+        if not _has_kernels(q) or queries is None or len(counts) > 1:
             return None
         # Imported late: Triton comes with PyTorch's GPU builds only.
         from modeling.bagel.fused_attention import MAX_CACHES, fits_few
 
-        (queries,) = lengths
-        sees_all = queries == 1 or not any(read.causal for read in reads)
-        if not sees_all or len(reads) > MAX_CACHES or not fits_few(queries, q, caches[0]):
+        if len(reads) > MAX_CACHES or not fits_few(queries, q, caches[0]):
             return None
         return JointRead(
             torch.cat([read.key_starts[: len(read.rows)] for read in reads]),
@@ -179,6 +176,19 @@ class JointRead:
 
         where = (self.key_starts, self.keys_used, self.capacity)
         few_queries_attention(q, caches, *where, out)
+
+
+def _has_kernels(q: Tensor) -> bool:
+    """Whether queries like these go through kernels of a GPU."""
+    return q.is_cuda and q.dtype != torch.float32
+
+
+def _equal_queries(reads: Sequence[CacheRead]) -> int | None:
+    """The queries of each sequence, if all have as many and each sees all keys; else None."""
+    lengths = {length for read in reads for length in read.query_lengths}
+    if len(lengths) > 1 or (lengths != {1} and any(read.causal for read in reads)):
+        return None
+    return lengths.pop()
 
 
 def flash_cached_attention(q: Tensor, keys: Tensor, values: Tensor, read: CacheRead) -> Tensor:

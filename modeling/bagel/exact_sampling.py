@@ -16,7 +16,7 @@ from triton import knobs
 from triton.language.extra import libdevice
 
 from modeling.bagel.fused_ops import EXACT, num_blocks, power_of_2
-from modeling.bagel.layers import FoundByTrying
+from modeling.bagel.layers import FoundByTrying, scattered
 from modeling.bagel.sampling import (
     MAX_NUCLEUS_CANDIDATES,
     SamplingConfig,
@@ -182,7 +182,7 @@ class ExactSampler:
         was one.
         """
         tempering = None
-        if config.do_sample and config.top_p < 1 and _fits(logits):
+        if config.takes_nucleus and _fits(logits):
             key = (logits.shape[-1], logits.dtype, config, logits.device)
             find = partial(find_tempering, logits, config)
             tempering = self._temperings.get(key, logits.device, find)
@@ -304,9 +304,8 @@ def varied_rows(logits: Tensor) -> Tensor:
     some nuclei end before the last candidate. The last row has a NaN.
     """
     vocab_size, device = logits.shape[-1], logits.device
-    tokens = torch.arange(vocab_size, device=device)
     rows = torch.arange(TRIED_ROWS, device=device)[:, None]
-    steps = (tokens * 7919 + rows * 104729) % vocab_size % 2048
+    steps = scattered(TRIED_ROWS, vocab_size, device) % 2048
     varied = (steps * (rows + 1) / -64).to(logits.dtype)
     varied[-1, vocab_size // 2] = float("nan")
     return varied

@@ -94,7 +94,7 @@ def draw_tokens(
     Returns:
         tokens int64 [B] and probs fp32 [B].
     """
-    if not config.do_sample or config.top_p >= 1:
+    if not config.takes_nucleus:
         return sample_tokens(logits, config, generator, topk)
     num_rows, vocab_size = logits.shape
     count = min(MAX_NUCLEUS_CANDIDATES, vocab_size)

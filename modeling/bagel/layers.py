@@ -82,6 +82,16 @@ class FoundByTrying(Generic[T]):
         return self._found[key]
 
 
+def scattered(num_rows: int, size: int, device: torch.device) -> Tensor:
+    """Numbers below `size` all over each row, int64 [num_rows, size]: for inputs to try.
+
+    Each comes once a row, unless `size` is a multiple of 7919, which is prime.
+    """
+    places = torch.arange(size, device=device)
+    rows = torch.arange(num_rows, device=device)[:, None]
+    return (places * 7919 + rows * 104729) % size
+
+
 def is_capturing(device: torch.device) -> bool:
     """Whether work for a device is being recorded into a graph instead of run."""
     # A build without CUDA cannot be asked.

@@ -40,6 +40,11 @@ class SamplingConfig:
         if not 0 < self.top_p <= 1:
             raise ValueError(f"--top_p {self.top_p}: expected 0 < top_p <= 1 (1 switches it off)")
 
+    @property
+    def takes_nucleus(self) -> bool:
+        """Whether tokens are drawn from a nucleus (Holtzman et al. 2020)."""
+        return self.do_sample and self.top_p < 1
+
 
 def sample_tokens(
     logits: Tensor,
@@ -65,7 +70,7 @@ def sample_tokens(
     if not config.do_sample:
         tokens = logits.argmax(dim=-1, keepdim=True)
         masses, totals = masses_of(logits, logits.gather(-1, tokens))
-    elif config.top_p < 1:
+    elif config.takes_nucleus:
         # In the type as given: half as many digits to select by as in fp32.
         values, ids = topk(given, min(MAX_NUCLEUS_CANDIDATES, given.shape[-1]))
         masses, totals = masses_of(logits, values[:, :1].float(), config.temperature)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from modeling.bagel.cuda_source import CudaKernel, CudaSourceError, build_kernel
 from modeling.bagel.fused_ops import is_hopper, num_blocks, num_multiprocessors
-from modeling.bagel.layers import FoundByTrying
+from modeling.bagel.layers import FoundByTrying, scattered
 
 SOURCE = Path(__file__).parent / "cuda" / "top_tokens.cu"
 MAX_ROWS = 4
@@ -146,11 +146,9 @@ def tied_rows(sizes: TopSizes, device: torch.device) -> Tensor:
 
     Each value has a third of the count, so the last one taken is not all taken.
     """
-    tokens = torch.arange(sizes.vocab, device=device)
-    rows = torch.arange(sizes.rows, device=device)[:, None]
-    scattered = (tokens * 7919 + rows * 104729) % sizes.vocab
-    values = 1.0 - scattered // (sizes.count // 3)
-    return torch.where((values == 0) & (scattered % 2 == 0), -0.0, values).bfloat16()
+    ranks = scattered(sizes.rows, sizes.vocab, device)
+    values = 1.0 - ranks // (sizes.count // 3)
+    return torch.where((values == 0) & (ranks % 2 == 0), -0.0, values).bfloat16()
 
 
 def compile_kernel(sizes: TopSizes) -> CudaKernel:

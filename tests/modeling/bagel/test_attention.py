@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from modeling.bagel import attention
 from modeling.bagel.attention import (
+    CacheRead,
+    JointRead,
     cache_read,
     cached_attention,
     forest_attention,
@@ -82,6 +85,35 @@ ROWS = (
 )
 SHARED = 9
 """The first two segments of every row are the same tokens."""
+
+
+def read_of(
+    lengths: list[int], used: list[int], capacity: int = 20, causal: bool = False
+) -> CacheRead:
+    rows = list(range(len(lengths)))
+    return cache_read(rows, lengths, torch.tensor(used, dtype=torch.int32), capacity, causal)
+
+
+def test_reads_of_several_caches_are_joined_where_one_launch_can_serve_them(monkeypatch):
+    pytest.importorskip("triton", reason="Triton comes with PyTorch's GPU builds only")
+    q, caches = torch.empty(8, 14, 32), [torch.empty(2, c, 2, 32) for c in (20, 30, 25)]
+    reads = [read_of([1, 1], [5, 9]), read_of([1, 1], [30, 2], capacity=30, causal=True)]
+    assert JointRead.of(reads, caches[:2], q) is None  # not on a GPU
+    monkeypatch.setattr(attention, "_has_kernels", lambda q: True)
+    joint = JointRead.of(reads, caches[:2], q)
+    assert joint.key_starts.tolist() == [0, 20, 0, 30]
+    assert joint.keys_used.tolist() == [5, 9, 30, 2]
+    assert joint.capacity == 30
+    # Other numbers of queries; of sequences; queries that do not see each other; a fourth cache.
+    pairs = read_of([2, 2], [5, 9])
+    assert JointRead.of([pairs, pairs], caches[:2], q) is not None
+    assert JointRead.of([reads[0], pairs], caches[:2], q) is None
+    assert JointRead.of([reads[0], read_of([1], [4])], caches[:2], q) is None
+    later = read_of([2, 2], [5, 9], causal=True)
+    assert JointRead.of([pairs, later], caches[:2], q) is None
+    assert JointRead.of([pairs] * 4, [*caches, caches[0]], q) is None
+    wide = read_of([3, 3], [5, 9])
+    assert JointRead.of([wide, wide], caches[:2], q) is None  # more than a program holds
 
 
 def flat_plan() -> SegmentPlan:

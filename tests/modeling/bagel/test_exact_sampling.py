@@ -12,13 +12,9 @@ import torch
 
 pytest.importorskip("triton", reason="Triton comes with PyTorch's GPU builds only")
 
-import modeling.bagel.execution
 from modeling.bagel import exact_sampling, layers
-from modeling.bagel.config import LlmConfig
 from modeling.bagel.exact_sampling import TRIED_ROWS, ExactSampler, varied_rows
-from modeling.bagel.execution import build_execution
 from modeling.bagel.sampling import SamplingConfig, masses_of, sample_tokens
-from modeling.bagel.switches import Switches
 
 CONFIG = SamplingConfig(True, 0.9, 50, 0.9)
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -161,12 +157,9 @@ def test_candidates_come_from_the_topk_that_is_passed_in(on_gpu):
 @pytest.mark.parametrize("execution", ["exact", "fast", "eager"])
 @pytest.mark.parametrize("is_fused", [True, False])
 def test_the_exact_grade_of_a_fused_text_decode_draws_by_way_of_it(
-    on_gpu, monkeypatch, execution, is_fused
+    on_gpu, execution_on_gpu, execution, is_fused
 ):
-    monkeypatch.setattr(modeling.bagel.execution, "CudaBackend", SimpleNamespace)
-    switches = Switches(execution=execution, fused_decode=is_fused, fused_decode_streams=False)
-    config = LlmConfig(256, 512, 2, 2, 1, vocab_size=800)
-    built = build_execution(switches, config, torch.device("cuda"), torch.bfloat16)
+    built = execution_on_gpu(execution, is_fused)
     greedy = SamplingConfig(False, 0.0, 0, 1.0)
     built.stacks.draw(logits_of(), greedy, torch.Generator())
     assert not on_gpu.drawn

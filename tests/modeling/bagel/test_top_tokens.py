@@ -7,13 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import modeling.bagel.execution
 from modeling.bagel import layers, top_tokens
-from modeling.bagel.config import LlmConfig
 from modeling.bagel.cuda_source import ARCH, CudaSourceError, compile_source
-from modeling.bagel.execution import build_execution
 from modeling.bagel.sampling import SamplingConfig
-from modeling.bagel.switches import Switches
 from modeling.bagel.top_tokens import SOURCE, TopSizes, TopTokens, tied_rows
 from tests.modeling.bagel.cuda_kernels import NO_SPILLS, compile_log
 
@@ -208,13 +204,8 @@ def test_no_kernel_is_looked_for_inside_a_capture(on_hopper, monkeypatch):
 
 @pytest.mark.parametrize("execution", ["exact", "fast"])
 @pytest.mark.parametrize("is_fused", [True, False])
-def test_fused_text_decode_draws_by_way_of_it(on_hopper, monkeypatch, execution, is_fused):
-    monkeypatch.setattr(modeling.bagel.execution, "CudaBackend", SimpleNamespace)
-    switches = Switches(
-        execution=execution, fused_decode=is_fused, fused_decode_streams=False
-    )
-    config = LlmConfig(256, 512, 2, 2, 1, vocab_size=800)
-    built = build_execution(switches, config, torch.device("cuda"), torch.bfloat16)
+def test_fused_text_decode_draws_by_way_of_it(on_hopper, execution_on_gpu, execution, is_fused):
+    built = execution_on_gpu(execution, is_fused)
     sampling = SamplingConfig(True, 0.9, 50, 1.0)
     built.stacks.draw(logits_of(), sampling, torch.Generator())
     assert len(on_hopper.ran) == (3 if is_fused else 0)
